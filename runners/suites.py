@@ -1,0 +1,48 @@
+"""The named sets of cases, readable top to bottom. What a case is: service.wire.Case."""
+
+from itertools import product
+
+from service.wire import Case, EntropyMode
+
+_MODES: tuple[EntropyMode, ...] = ("off", "value", "gradient")
+
+
+def _grid(tokens: tuple[int, ...], vocabularies: tuple[int, ...]) -> tuple[Case, ...]:
+    """Every size in every entropy mode."""
+    return tuple(Case(tokens=n, vocabulary=v, entropy=mode) for n, v, mode in product(tokens, vocabularies, _MODES))
+
+
+def _variants(tokens: int, vocabulary: int) -> tuple[Case, ...]:
+    """Keep-mask, chunking, bfloat16 and temperature at one size."""
+    size = Case(tokens=tokens, vocabulary=vocabulary)
+    return (
+        size.model_copy(update={"keep_mask": True}),
+        size.model_copy(update={"chunk_size": max(1, tokens // 4)}),
+        size.model_copy(update={"dtype": "bfloat16"}),
+        size.model_copy(update={"temperature": 0.7}),
+    )
+
+
+SUITES: dict[str, tuple[Case, ...]] = {
+    # A few seconds a commit: what `ulpwatch demo` runs.
+    "demo": (
+        *_grid((64,), (4096,)),
+        Case(tokens=7, vocabulary=1000),
+        Case(tokens=32, vocabulary=4097, keep_mask=True),
+        Case(tokens=32, vocabulary=4096, chunk_size=8),
+        Case(tokens=32, vocabulary=4096, distribution="flat", entropy="off"),
+    ),
+    # Under a minute a commit on two cores.
+    "quick": (
+        *_grid((1, 7, 64, 256), (1000, 4096, 32768, 32769)),
+        *_variants(7, 4096),
+        *_variants(64, 32768),
+    ),
+}
+
+
+def suite(name: str) -> tuple[Case, ...]:
+    """The cases of a suite; KeyError's message names the known suites."""
+    if name not in SUITES:
+        raise KeyError(f"unknown suite {name!r}; known are {', '.join(sorted(SUITES))}")
+    return SUITES[name]

@@ -1,0 +1,1 @@
+"""The service: stores measurements, judges commits, answers CI over REST."""

@@ -1,0 +1,1 @@
+"""Thin REST routers under /api/v1: parse, call one function, return."""

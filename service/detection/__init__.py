@@ -1,0 +1,1 @@
+"""Pure decision rules: numbers in, dataclasses out; no database, no web, no settings."""

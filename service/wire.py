@@ -1,0 +1,373 @@
+"""The wire contract: what runners, CI and the service say to each other. Version 1.
+
+Everything that crosses the network is validated here, so that nonsense is refused before it is stored. Imports
+pydantic, the catalogue and the standard library only. Times are aware UTC, durations seconds, sizes bytes.
+
+History of WIRE_VERSION: 1, the first.
+"""
+
+import hashlib
+import json
+import re
+from datetime import datetime
+from typing import Annotated, Any, Literal, Self
+from uuid import UUID
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from service.catalogue import BY_NAME, Metric, MetricClass
+
+WIRE_VERSION = 1
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$", description="full hexadecimal commit id, lower case")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256, hexadecimal")]
+Text = Annotated[str, Field(max_length=4000)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+EntropyMode = Literal["off", "value", "gradient"]
+Distribution = Literal[
+    "flat", "spread", "confident", "confident_wrong", "offset", "ties", "one_hot", "masked", "bf16_exact", "neg_inf"
+]
+Upstream = Literal["signed", "one_row"]
+Outcome = Literal["ok", "unmeasurable", "raised", "out_of_memory", "killed", "timeout", "exited", "garbage"]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _canonical_digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class Case(_Wire):
+    """One point of the grid. `tokens` is N, `vocabulary` the whole V (each rank holds V / tensor_parallel)."""
+
+    tokens: int = Field(ge=0, le=1 << 24)
+    vocabulary: int = Field(ge=1, le=1 << 24)
+    dtype: Dtype = "float32"
+    entropy: EntropyMode = "gradient"
+    keep_mask: bool = False
+    chunk_size: int | None = Field(default=None, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=1024)
+    temperature: float = Field(default=1.0, gt=0)
+    distribution: Distribution = "spread"
+    upstream: Upstream = "signed"
+    seed: int = Field(default=0, ge=0)
+
+    @property
+    def id(self) -> str:
+        """The case in one word. Parameters at their defaults are left out, so that a new parameter keeps old series."""
+        parts = [f"n{self.tokens}", f"v{self.vocabulary}", self.dtype, self.entropy]
+        parts += ["mask"] if self.keep_mask else []
+        parts += [f"chunk{self.chunk_size}"] if self.chunk_size is not None else []
+        parts += [f"tp{self.tensor_parallel}"] if self.tensor_parallel != 1 else []
+        parts += [f"t{self.temperature!r}"] if self.temperature != 1.0 else []
+        parts += [self.distribution] if self.distribution != "spread" else []
+        parts += [self.upstream] if self.upstream != "signed" else []
+        parts += [f"seed{self.seed}"] if self.seed else []
+        return "-".join(parts)
+
+    @property
+    def logits_unit_bytes(self) -> int:
+        """U: the bytes of one float32 logits buffer of one rank, N x V/TP x 4, whatever the dtype."""
+        return self.tokens * (self.vocabulary // self.tensor_parallel) * 4
+
+
+class Measurement(_Wire):
+    """What one kernel did on one case: an outcome always, raw samples where there are any.
+
+    `values` maps a metric's name to its samples in the metric's base unit; a metric that came out NaN or infinite has
+    no value and is named in `nonfinite`. `notes` holds doubts and reasons in words, by topic (a check's name,
+    `outcome`, ...).
+    """
+
+    kernel: Name
+    role: Literal["kernel", "control"] = "kernel"
+    case: Case
+    outcome: Outcome = "ok"
+    inputs_digest: Digest | None = None
+    values: dict[str, list[float]] = Field(default_factory=dict)
+    nonfinite: list[str] = Field(default_factory=list)
+    notes: dict[Name, Text] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _values_fit_the_catalogue(self) -> Self:
+        for name in (*self.values, *self.nonfinite):
+            if name not in BY_NAME:
+                raise ValueError(f"unknown metric {name!r}: it is not in the catalogue")
+        for name, samples in self.values.items():
+            if name in self.nonfinite:
+                raise ValueError(f"metric {name!r} is named both in values and in nonfinite")
+            _check_samples(BY_NAME[name], samples)
+        for name in self.nonfinite:
+            if BY_NAME[name].metric_class is not MetricClass.NUMERIC:
+                raise ValueError(f"metric {name!r} is not numeric and cannot be nonfinite")
+        if self.outcome != "ok" and "outcome" not in self.notes:
+            raise ValueError(f"outcome {self.outcome!r} needs its reason in notes.outcome")
+        return self
+
+
+def _check_samples(metric: Metric, samples: list[float]) -> None:
+    if not 1 <= len(samples) <= 10_000:
+        raise ValueError(f"metric {metric.name!r} needs 1 to 10000 samples, got {len(samples)}")
+    for sample in samples:
+        if sample < 0 and not metric.signed:
+            raise ValueError(f"metric {metric.name!r} cannot be negative, got {sample}")
+        if metric.metric_class is MetricClass.EXACT and not sample.is_integer():
+            raise ValueError(f"metric {metric.name!r} counts whole {metric.unit}s, got {sample}")
+        if metric.metric_class is MetricClass.CONTRACT and sample not in (0.0, 1.0):
+            raise ValueError(f"metric {metric.name!r} is 1 (pass) or 0 (fail), got {sample}")
+
+
+class Environment(_Wire):
+    """The measuring host. `exact`, `numeric` and `timing` hold the facts that end a segment of that class when they
+    change.
+    """
+
+    device_class: Literal["cpu", "cuda"]
+    device: Text
+    exact: dict[Name, JsonValue]
+    numeric: dict[Name, JsonValue]
+    timing: dict[Name, JsonValue]
+    volatile: dict[Name, JsonValue] = Field(default_factory=dict)
+
+    def identity(self, metric_class: MetricClass) -> str:
+        """SHA-256 of the facts that identify a series of this class. Contract checks share the numeric identity."""
+        facts = {
+            MetricClass.EXACT: self.exact,
+            MetricClass.NUMERIC: self.numeric,
+            MetricClass.CONTRACT: self.numeric,
+            MetricClass.TIMING: self.timing,
+        }[metric_class]
+        return _canonical_digest([self.device_class, facts])
+
+
+class Commit(_Wire):
+    """A commit and its place in the graph. `watched_digest` is the hash of the target's watched paths in its tree."""
+
+    sha: Sha
+    parents: list[Sha] = Field(max_length=64)
+    author: Annotated[str, Field(max_length=200)] = ""
+    subject: Annotated[str, Field(max_length=500)] = ""
+    committed_at: AwareDatetime
+    watched_digest: Digest | None = None
+
+
+class Result(_Wire):
+    """One attempt's measurements of one commit: the body of POST /api/v1/results, idempotent by `attempt`.
+
+    `units` names the unit of every metric that occurs, so that two sides with different catalogues notice.
+    """
+
+    wire_version: Literal[1] = 1
+    attempt: UUID
+    job: int | None = Field(default=None, ge=1)
+    target: Name
+    commit: Commit
+    suite: Name
+    environment: Environment
+    started_at: AwareDatetime
+    finished_at: AwareDatetime
+    units: dict[str, str]
+    measurements: list[Measurement] = Field(min_length=1, max_length=20_000)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.finished_at < self.started_at:
+            raise ValueError("finished_at lies before started_at")
+        for name, unit in self.units.items():
+            if name not in BY_NAME:
+                raise ValueError(f"units: unknown metric {name!r}")
+            if unit != BY_NAME[name].unit:
+                raise ValueError(f"units: metric {name!r} is in {BY_NAME[name].unit!r}, not in {unit!r}")
+        seen: set[tuple[str, str]] = set()
+        for index, measurement in enumerate(self.measurements):
+            key = (measurement.kernel, measurement.case.id)
+            if key in seen:
+                raise ValueError(f"measurements[{index}]: kernel {key[0]!r} on case {key[1]!r} occurs twice")
+            seen.add(key)
+            for name in measurement.values:
+                if name not in self.units:
+                    raise ValueError(f"measurements[{index}]: the unit of metric {name!r} is missing in units")
+        return self
+
+
+# --- Targets --------------------------------------------------------------------------------------------------------
+
+CASE_ARGUMENTS = (
+    "logits",
+    "targets",
+    "keep_mask",
+    "group",
+    "chunk_size",
+    "temperature",
+    "with_entropy",
+    "with_entropy_grad",
+)
+_ENTRY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+_RETURN = re.compile(r"^(_|-?(log_prob|entropy)(\[:, 0\])?)$")
+
+
+def _known_arguments(arguments: dict[str, str]) -> dict[str, str]:
+    unknown = sorted(set(arguments) - set(CASE_ARGUMENTS))
+    if unknown:
+        raise ValueError(f"unknown case argument {unknown[0]!r}; known are {', '.join(CASE_ARGUMENTS)}")
+    return arguments
+
+
+def _relative_path(path: str) -> str:
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError(f"path {path!r} must lie inside the repository")
+    return path
+
+
+RelativePath = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_relative_path)]
+
+
+class TargetKernel(_Wire):
+    """How to call one kernel of a repository.
+
+    `arguments` maps ours (CASE_ARGUMENTS) to the parameter names of the repository's function; an argument of ours
+    that is not mapped is not passed, and cases that need it are not planned. `absent` gives what to pass where ours
+    is None (`chunk_size = -1`). `returns` names what the function returns, in order: `log_prob`, `entropy`, `_` to
+    ignore, with a leading `-` for a negated output and `[:, 0]` for a trailing dimension of one. `since` names the
+    first commit whose function takes an argument: before it, a missing parameter is left out and recorded.
+    """
+
+    name: Name
+    entry: str
+    arguments: Annotated[dict[str, str], AfterValidator(_known_arguments)]
+    returns: list[str] = Field(min_length=1, max_length=8)
+    absent: Annotated[dict[str, JsonValue], AfterValidator(_known_arguments)] = Field(default_factory=dict)
+    since: Annotated[dict[str, str], AfterValidator(_known_arguments)] = Field(default_factory=dict)
+    control: Name | None = None
+    contract: dict[Literal["gradient"], Literal["float32", "bfloat16"]] | None = None
+
+    @model_validator(mode="after")
+    def _is_callable(self) -> Self:
+        if not _ENTRY.match(self.entry):
+            raise ValueError(f"entry {self.entry!r} is not of the form package.module:function")
+        for item in self.returns:
+            if not _RETURN.match(item):
+                raise ValueError(
+                    f"returns: {item!r} is not one of log_prob, entropy, _ with an optional '-' or '[:, 0]'"
+                )
+        names = [item.lstrip("-").removesuffix("[:, 0]") for item in self.returns]
+        if names.count("log_prob") != 1 or names.count("entropy") > 1:
+            raise ValueError("returns must name log_prob once and entropy at most once")
+        for required in ("logits", "targets"):
+            if required not in self.arguments:
+                raise ValueError(f"arguments must map {required!r}")
+        if unmapped := sorted(set(self.since) - set(self.arguments)):
+            raise ValueError(f"since names {unmapped[0]!r}, which arguments does not map")
+        return self
+
+
+class TargetPython(_Wire):
+    """The interpreter's set-up: `path` entries inside the repository, needed distributions, environment variables.
+
+    `process_group` starts a gloo group before the first call; `megatron` also initialises megatron-core's parallel
+    state.
+    """
+
+    path: list[RelativePath] = Field(default_factory=lambda: ["."])
+    requires: list[Text] = Field(default_factory=list)
+    env: dict[str, str] = Field(default_factory=dict)
+    process_group: bool = False
+    megatron: bool = False
+
+
+class TargetRequire(_Wire):
+    """What a verdict must have; everything else is shown and decides nothing."""
+
+    devices: list[Literal["cpu", "cuda"]] = Field(default_factory=lambda: ["cpu"], min_length=1)
+    metrics: list[MetricClass] = Field(
+        default_factory=lambda: [MetricClass.EXACT, MetricClass.NUMERIC, MetricClass.CONTRACT], min_length=1
+    )
+
+
+class Target(_Wire):
+    """A repository and how its kernels are called: the content of a target file."""
+
+    name: Name
+    repository: Annotated[str, Field(min_length=1, max_length=1000)]
+    branch: Annotated[str, Field(min_length=1, max_length=200)] = "main"
+    paths: list[RelativePath] = Field(min_length=1)
+    suite: Name = "quick"
+    python: TargetPython = Field(default_factory=TargetPython)
+    kernels: list[TargetKernel] = Field(min_length=1)
+    require: TargetRequire = Field(default_factory=TargetRequire)
+
+    @model_validator(mode="after")
+    def _kernel_names_differ(self) -> Self:
+        names = [kernel.name for kernel in self.kernels] + [k.control for k in self.kernels if k.control]
+        own = [kernel.name for kernel in self.kernels]
+        if len(set(own)) != len(own) or set(own) & {k.control for k in self.kernels if k.control}:
+            raise ValueError(f"kernel names must differ from each other and from the controls: {names}")
+        return self
+
+
+# --- Jobs -----------------------------------------------------------------------------------------------------------
+
+
+class JobRequest(_Wire):
+    """Ask for a commit to be measured. The same open job is never made twice."""
+
+    target: Name
+    commit: Sha
+    kind: Literal["measure"] = "measure"
+    suite: Name | None = None
+    device_class: Literal["cpu", "cuda"] = "cpu"
+    priority: int = Field(default=0, ge=-100, le=100)
+
+
+class RunnerHello(_Wire):
+    """A runner introduces itself at start; jobs it held in an earlier life go back to the queue."""
+
+    name: Name
+    device_class: Literal["cpu", "cuda"]
+    capabilities: dict[Name, JsonValue] = Field(default_factory=dict)
+
+
+class ClaimRequest(_Wire):
+    """Ask for the next job that this runner can do."""
+
+    runner: Name
+    device_class: Literal["cpu", "cuda"]
+
+
+class LeasedJob(_Wire):
+    """A job that is this runner's until `lease_expires_at`, unless it renews; the result carries `attempt`."""
+
+    id: int
+    attempt: UUID
+    kind: Literal["measure"]
+    target: Target
+    commit: Sha
+    suite: Name
+    lease_seconds: float
+    lease_expires_at: datetime
+
+
+class Renewal(_Wire):
+    """Keep a lease. `progress` is what the runner is doing, for the dashboard."""
+
+    attempt: UUID
+    progress: Annotated[str, Field(max_length=200)] = ""
+
+
+class Failure(_Wire):
+    """Give a job up: a transient failure returns it to the queue until its attempts are used up, a permanent one ends
+    it.
+    """
+
+    attempt: UUID
+    transient: bool
+    reason: Text
+
+
+class Finish(_Wire):
+    """End a job whose result has been stored."""
+
+    attempt: UUID
