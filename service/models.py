@@ -153,7 +153,10 @@ class Series(Base):
 
 
 class Run(Base):
-    """One attempt's results on one commit. `body_digest` tells a repeated POST from a contradicting one."""
+    """One attempt's results on one commit. `body_digest` tells a repeated POST from a contradicting one.
+
+    `volatile` holds the environment's momentary facts, which are no part of its identity.
+    """
 
     __tablename__ = "runs"
     __table_args__ = (
@@ -169,6 +172,7 @@ class Run(Base):
     environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
     suite: Mapped[str] = mapped_column(String(64))
     posted_by: Mapped[str]
+    volatile: Mapped[dict[str, Any]]
     quarantined: Mapped[bool] = mapped_column(default=False)
     started_at: Mapped[datetime]
     finished_at: Mapped[datetime]
@@ -240,6 +244,17 @@ class Job(Base):
     failure: Mapped[str | None]
     created_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
+
+
+class JobAttempt(Base):
+    """One lease of a job: which runner may post the result that carries this attempt, even after the lease ran out."""
+
+    __tablename__ = "job_attempts"
+    __table_args__ = (Index(None, "job_id"),)
+    attempt: Mapped[str] = mapped_column(String(36), primary_key=True)
+    job_id: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    runner_id: Mapped[int] = mapped_column(ForeignKey("runners.id"))
+    leased_at: Mapped[datetime]
 
 
 class Runner(Base):

@@ -8,21 +8,59 @@ History of WIRE_VERSION: 1, the first.
 
 import hashlib
 import json
+import math
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 from uuid import UUID
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 
 from service.catalogue import BY_NAME, Metric, MetricClass
 
 WIRE_VERSION = 1
 
+
+def _finite(value: JsonValue) -> JsonValue:
+    """Refuse NaN and infinity at any depth: pydantic checks float fields only."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("NaN and infinity cannot be stored")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(item)
+    return value
+
+
+def _without_nul(text: str) -> str:
+    if "\x00" in text:
+        raise ValueError("the character U+0000 cannot be stored")
+    return text
+
+
+def _as_utc(moment: datetime) -> datetime:
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError("lies outside the years 1 to 9999 in UTC") from error
+
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$", description="full hexadecimal commit id, lower case")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256, hexadecimal")]
-Text = Annotated[str, Field(max_length=4000)]
+Short = Annotated[str, Field(max_length=200), AfterValidator(_without_nul)]
+Line = Annotated[str, Field(max_length=500), AfterValidator(_without_nul)]
+Text = Annotated[str, Field(max_length=4000), AfterValidator(_without_nul)]
+Moment = Annotated[AwareDatetime, AfterValidator(_as_utc)]
+Fact = Annotated[JsonValue, AfterValidator(_finite)]
+RowId = Annotated[int, Field(ge=1, lt=1 << 31)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 EntropyMode = Literal["off", "value", "gradient"]
 Distribution = Literal[
@@ -53,7 +91,7 @@ class Case(_Wire):
     temperature: float = Field(default=1.0, gt=0)
     distribution: Distribution = "spread"
     upstream: Upstream = "signed"
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
 
     @property
     def id(self) -> str:
@@ -91,21 +129,36 @@ class Measurement(_Wire):
     nonfinite: list[str] = Field(default_factory=list)
     notes: dict[Name, Text] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _values_fit_the_catalogue(self) -> Self:
-        for name in (*self.values, *self.nonfinite):
-            if name not in BY_NAME:
-                raise ValueError(f"unknown metric {name!r}: it is not in the catalogue")
-        for name, samples in self.values.items():
-            if name in self.nonfinite:
-                raise ValueError(f"metric {name!r} is named both in values and in nonfinite")
-            _check_samples(BY_NAME[name], samples)
-        for name in self.nonfinite:
-            if BY_NAME[name].metric_class is not MetricClass.NUMERIC:
+    @field_validator("values")
+    @classmethod
+    def _values_fit_the_catalogue(cls, values: dict[str, list[float]]) -> dict[str, list[float]]:
+        for name, samples in values.items():
+            _check_samples(_known(name), samples)
+        return values
+
+    @field_validator("nonfinite")
+    @classmethod
+    def _nonfinite_fits_the_catalogue(cls, nonfinite: list[str]) -> list[str]:
+        for name in nonfinite:
+            if _known(name).metric_class is not MetricClass.NUMERIC:
                 raise ValueError(f"metric {name!r} is not numeric and cannot be nonfinite")
+        if len(set(nonfinite)) != len(nonfinite):
+            raise ValueError("a metric is named twice")
+        return nonfinite
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if both := sorted(set(self.values) & set(self.nonfinite)):
+            raise ValueError(f"metric {both[0]!r} is named both in values and in nonfinite")
         if self.outcome != "ok" and "outcome" not in self.notes:
             raise ValueError(f"outcome {self.outcome!r} needs its reason in notes.outcome")
         return self
+
+
+def _known(name: str) -> Metric:
+    if name not in BY_NAME:
+        raise ValueError(f"unknown metric {name!r}: it is not in the catalogue")
+    return BY_NAME[name]
 
 
 def _check_samples(metric: Metric, samples: list[float]) -> None:
@@ -127,10 +180,10 @@ class Environment(_Wire):
 
     device_class: Literal["cpu", "cuda"]
     device: Text
-    exact: dict[Name, JsonValue]
-    numeric: dict[Name, JsonValue]
-    timing: dict[Name, JsonValue]
-    volatile: dict[Name, JsonValue] = Field(default_factory=dict)
+    exact: dict[Name, Fact]
+    numeric: dict[Name, Fact]
+    timing: dict[Name, Fact]
+    volatile: dict[Name, Fact] = Field(default_factory=dict)
 
     def identity(self, metric_class: MetricClass) -> str:
         """SHA-256 of the facts that identify a series of this class. Contract checks share the numeric identity."""
@@ -148,9 +201,9 @@ class Commit(_Wire):
 
     sha: Sha
     parents: list[Sha] = Field(max_length=64)
-    author: Annotated[str, Field(max_length=200)] = ""
-    subject: Annotated[str, Field(max_length=500)] = ""
-    committed_at: AwareDatetime
+    author: Short = ""
+    subject: Line = ""
+    committed_at: Moment
     watched_digest: Digest | None = None
 
 
@@ -162,25 +215,28 @@ class Result(_Wire):
 
     wire_version: Literal[1] = 1
     attempt: UUID
-    job: int | None = Field(default=None, ge=1)
+    job: RowId | None = None
     target: Name
     commit: Commit
     suite: Name
     environment: Environment
-    started_at: AwareDatetime
-    finished_at: AwareDatetime
+    started_at: Moment
+    finished_at: Moment
     units: dict[str, str]
     measurements: list[Measurement] = Field(min_length=1, max_length=20_000)
+
+    @field_validator("units")
+    @classmethod
+    def _units_are_the_catalogues(cls, units: dict[str, str]) -> dict[str, str]:
+        for name, unit in units.items():
+            if unit != _known(name).unit:
+                raise ValueError(f"metric {name!r} is in {_known(name).unit!r}, not in {unit!r}")
+        return units
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.finished_at < self.started_at:
             raise ValueError("finished_at lies before started_at")
-        for name, unit in self.units.items():
-            if name not in BY_NAME:
-                raise ValueError(f"units: unknown metric {name!r}")
-            if unit != BY_NAME[name].unit:
-                raise ValueError(f"units: metric {name!r} is in {BY_NAME[name].unit!r}, not in {unit!r}")
         seen: set[tuple[str, str]] = set()
         for index, measurement in enumerate(self.measurements):
             key = (measurement.kernel, measurement.case.id)
@@ -239,7 +295,7 @@ class TargetKernel(_Wire):
     entry: str
     arguments: Annotated[dict[str, str], AfterValidator(_known_arguments)]
     returns: list[str] = Field(min_length=1, max_length=8)
-    absent: Annotated[dict[str, JsonValue], AfterValidator(_known_arguments)] = Field(default_factory=dict)
+    absent: Annotated[dict[str, Fact], AfterValidator(_known_arguments)] = Field(default_factory=dict)
     since: Annotated[dict[str, str], AfterValidator(_known_arguments)] = Field(default_factory=dict)
     control: Name | None = None
     contract: dict[Literal["gradient"], Literal["float32", "bfloat16"]] | None = None
@@ -281,7 +337,7 @@ class TargetPython(_Wire):
 class TargetRequire(_Wire):
     """What a verdict must have; everything else is shown and decides nothing."""
 
-    devices: list[Literal["cpu", "cuda"]] = Field(default_factory=lambda: ["cpu"], min_length=1)
+    devices: list[Literal["cpu", "cuda"]] = Field(default=["cpu"], min_length=1)
     metrics: list[MetricClass] = Field(
         default_factory=lambda: [MetricClass.EXACT, MetricClass.NUMERIC, MetricClass.CONTRACT], min_length=1
     )
@@ -327,7 +383,7 @@ class RunnerHello(_Wire):
 
     name: Name
     device_class: Literal["cpu", "cuda"]
-    capabilities: dict[Name, JsonValue] = Field(default_factory=dict)
+    capabilities: dict[Name, Fact] = Field(default_factory=dict)
 
 
 class ClaimRequest(_Wire):
@@ -354,7 +410,7 @@ class Renewal(_Wire):
     """Keep a lease. `progress` is what the runner is doing, for the dashboard."""
 
     attempt: UUID
-    progress: Annotated[str, Field(max_length=200)] = ""
+    progress: Short = ""
 
 
 class Failure(_Wire):

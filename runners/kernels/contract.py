@@ -37,11 +37,13 @@ class LogProbEntropy(Protocol):
 class Contract:
     """What a kernel promises; the gates and the contract checks read it.
 
-    `gradient` is the precision its gradient has for float32 logits, `inaccurate_on` names the input distributions whose
-    entropy gradient it is known to lose, `widened_gates` multiplies the absolute gates.
+    `gradient` is the precision its log-prob gradient has for float32 logits, `gradient_on_cuda` the one there if it is
+    another; `inaccurate_on` names the input distributions that it is known to be inaccurate on, most of all
+    in the entropy's gradient; `widened_gates` multiplies the absolute gates.
     """
 
     gradient: Literal["float32", "bfloat16"] = "float32"
+    gradient_on_cuda: Literal["float32", "bfloat16"] | None = None
     inaccurate_on: frozenset[str] = frozenset()
     overwrites_logits: bool = False
     tensor_parallel: bool = True

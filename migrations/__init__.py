@@ -1,0 +1,1 @@
+"""The database's history: the only way tables are made."""

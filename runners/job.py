@@ -1,0 +1,317 @@
+"""One job: the kernels of one commit, measured case by case in child processes, become one wire.Result.
+
+It plans, and turns the deaths of children into outcomes: each costs the case it happened in. It calls no kernel,
+imports no torch, and knows neither service nor spool.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from uuid import UUID
+
+from pydantic import BaseModel, ValidationError
+
+from runners.channel import GarbageError, SubjectPlan, printable
+from runners.checkout import CheckoutError, Repository, checked_out, describe, is_ancestor, open_repository, resolve
+from runners.process import Ending, Limits, converse
+from runners.suites import SUITES
+from runners.suites import suite as cases_of
+from runners.targets import fitting_cases, missing_requirements
+from service.catalogue import BY_NAME
+from service.wire import Case, Environment, Measurement, Outcome, Result, Target, TargetKernel
+
+__all__ = ["JobError", "Limits", "PlanError", "measure_commit"]
+
+_Model = TypeVar("_Model", bound=BaseModel)
+Role = Literal["kernel", "control"]
+# What a measured process may say of itself; the other outcomes are for its job to find.
+_OWN_OUTCOMES = frozenset({"ok", "unmeasurable", "raised", "out_of_memory"})
+
+
+class JobError(Exception):
+    """Nothing was measured for a reason that lies with this host, not with the commit: worth another try."""
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be measured: no such kernel or case, or none that fits. Another try is no use."""
+
+
+def measure_commit(
+    target: Target,
+    repository: str | Path,
+    sha: str,
+    *,
+    attempt: UUID,
+    suite: str | None = None,
+    kernels: Collection[str] | None = None,
+    case_ids: Collection[str] | None = None,
+    job_id: int | None = None,
+    on_progress: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
+    cache: Path | None = None,
+    device: str = "cpu",
+) -> Result:
+    """Measure a target's kernels, and the controls beside them, at one commit of a repository (a path or a URL).
+
+    `suite` defaults to the target's, `kernels` (names of kernels and controls) and `case_ids` narrow it down.
+    `on_progress` is told in a few words what is being measured; `cache` is where mirrors of URLs are kept. What the
+    commit's own code does wrong is recorded in the result. Raises CheckoutError (UnreachableError if another try may
+    help) for the repository or commit, PlanError for what was asked, JobError if no process could be started.
+    """
+    started_at = datetime.now(UTC)
+    suite = suite or target.suite
+    assignments = _assign(target, suite, kernels, case_ids)
+    opened = open_repository(repository, cache=cache, wanted=sha)
+    commit = describe(opened, resolve(opened, sha), target.paths)
+    host = _Host(limits or Limits(), device, target.python.env, on_progress or (lambda _words: None))
+    environments: list[Environment] = []
+    measurements: list[Measurement] = []
+    with checked_out(opened, commit.sha) as files:
+        for assignment in assignments:
+            environment, measured = _measure(assignment, assignment.subject(target, opened, commit.sha, files), host)
+            environments.append(environment)
+            measurements += measured
+    if not measurements:
+        raise PlanError(f"no case of suite {suite!r} can be asked of the kernels at {commit.sha}: choose another suite")
+    metrics = sorted({name for measurement in measurements for name in measurement.values})
+    return Result(
+        attempt=attempt,
+        job=job_id,
+        target=target.name,
+        commit=commit,
+        suite=suite,
+        environment=environments[0],
+        started_at=started_at,
+        finished_at=datetime.now(UTC),
+        units={name: BY_NAME[name].unit for name in metrics},
+        measurements=measurements,
+    )
+
+
+# --- Planning -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One kernel with its cases: `kernel` of the target, or the built-in `name` as a control."""
+
+    name: str
+    role: Role
+    kernel: TargetKernel | None
+    cases: list[Case]
+
+    def subject(self, target: Target, repository: Repository, sha: str, files: Path) -> SubjectPlan:
+        """What the measured process is told about the kernel, read off the commit's files and place in history."""
+        if self.kernel is None:
+            return SubjectPlan(built_in=self.name)
+        return SubjectPlan(
+            kernel=self.kernel,
+            files=str(files),
+            path=[str(files / entry) for entry in target.python.path],
+            omittable=[name for name, since in self.kernel.since.items() if not _has(repository, sha, since)],
+            missing=missing_requirements(target.python.requires),
+            process_group=target.python.process_group,
+            megatron=target.python.megatron,
+        )
+
+    def checked(self, facts: Any, case: Case) -> Measurement:
+        """A process's own measurement of `case`. GarbageError if it is not one, or of something else."""
+        measurement = _validated(Measurement, _with_printable_notes(facts))
+        if (measurement.kernel, measurement.case) != (self.name, case) or measurement.outcome not in _OWN_OUTCOMES:
+            raise GarbageError(f"the process answered for {measurement.kernel!r} on {measurement.case.id!r}")
+        return self._completed(measurement)
+
+    def without_result(self, case: Case, outcome: Outcome, reason: str) -> Measurement:
+        """The measurement of a case that no process answered for."""
+        return self._completed(Measurement(kernel=self.name, case=case, outcome=outcome, notes={"outcome": reason}))
+
+    def _completed(self, measurement: Measurement) -> Measurement:
+        """With its role and the two checks that only the job can make."""
+        is_callable = measurement.outcome != "unmeasurable"
+        checks = {"callable": [float(is_callable)]}
+        if is_callable:
+            checks["completes"] = [float(measurement.outcome == "ok")]
+        return measurement.model_copy(update={"role": self.role, "values": {**measurement.values, **checks}})
+
+
+def _has(repository: Repository, sha: str, since: str) -> bool:
+    """Whether commit `since` is known and lies in the history of `sha`."""
+    try:
+        return is_ancestor(repository, resolve(repository, since), sha)
+    except CheckoutError:
+        return False
+
+
+def _assign(
+    target: Target, suite: str, kernels: Collection[str] | None, case_ids: Collection[str] | None
+) -> list[Assignment]:
+    """Every wanted kernel of the target with the cases that fit it, and its control with the same cases."""
+    cases = _wanted_cases(suite, case_ids)
+    controls: dict[str, list[Case]] = {}
+    assignments = []
+    for kernel in target.kernels:
+        fitting = fitting_cases(kernel, cases)
+        assignments.append(Assignment(kernel.name, "kernel", kernel, fitting))
+        if kernel.control is not None:
+            known = controls.setdefault(kernel.control, [])
+            known += [case for case in fitting if case not in known]
+    assignments += [Assignment(name, "control", None, fitting) for name, fitting in controls.items()]
+    names = {assignment.name for assignment in assignments}
+    if unknown := sorted(set(kernels or ()) - names):
+        raise PlanError(f"target {target.name!r} has no kernel {unknown[0]!r}; it has {', '.join(sorted(names))}")
+    chosen = [a for a in assignments if a.cases and (kernels is None or a.name in kernels)]
+    if not chosen:
+        raise PlanError(f"none of the chosen cases can be asked of the chosen kernels of target {target.name!r}")
+    return chosen
+
+
+def _wanted_cases(suite: str, case_ids: Collection[str] | None) -> list[Case]:
+    """The cases of a suite, or those of the given ids, which any suite may hold."""
+    try:
+        cases = list(cases_of(suite))
+    except KeyError as error:
+        raise PlanError(error.args[0]) from error
+    if case_ids is None:
+        return cases
+    known = {case.id: case for case in (*(case for all_of in SUITES.values() for case in all_of), *cases)}
+    if unknown := sorted(set(case_ids) - set(known)):
+        raise PlanError(f"no suite has a case {unknown[0]!r}: take the id from a result or a finding")
+    return [known[case_id] for case_id in dict.fromkeys(case_ids)]
+
+
+# --- Measuring ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """How processes are run here, the same for every kernel of a job."""
+
+    limits: Limits
+    device: str
+    environment: Mapping[str, str]
+    on_progress: Callable[[str], None]
+
+
+def _measure(assignment: Assignment, subject: SubjectPlan, host: _Host) -> tuple[Environment, list[Measurement]]:
+    """One kernel on its cases, in as many processes as deaths make necessary.
+
+    A process that begins no case is the last one, so that there are never more processes than cases.
+    """
+    stop_at = time.monotonic() + host.limits.kernel_seconds
+    measured: list[Measurement] = []
+    rest = assignment.cases
+    while True:
+        hearing = Hearing(assignment, rest, host.on_progress)
+        ending = converse(
+            subject,
+            rest,
+            hearing,
+            limits=host.limits,
+            device=host.device,
+            environment=host.environment,
+            stop_at=stop_at,
+        )
+        if hearing.environment is None:
+            raise JobError(f"the measured process of kernel {assignment.name!r} did not start: {ending.story}")
+        measured += hearing.measurements
+        lost, rest = lost_and_left(hearing, ending, is_late=time.monotonic() >= stop_at)
+        measured += [assignment.without_result(case, outcome, reason) for case, outcome, reason in lost]
+        if not rest:
+            return hearing.environment, measured
+
+
+class Hearing:
+    """Follows one process through its cases: a runners.process.Listener.
+
+    Messages come in this order: started; then unmeasurable, or for each case either skipped or begin and measurement;
+    then done.
+    """
+
+    def __init__(self, assignment: Assignment, cases: list[Case], on_progress: Callable[[str], None]) -> None:
+        self.cases = cases
+        self.environment: Environment | None = None
+        self.measurements: list[Measurement] = []
+        self.unmeasurable: str | None = None
+        self.next = 0  # index of the case in progress, or of the one to come
+        self.has_begun = False
+        self.is_measuring = False
+        self._assignment = assignment
+        self._on_progress = on_progress
+
+    def receive(self, message: dict[str, Any]) -> bool:
+        """Take the next message; True if it was the last. Raises GarbageError for one that cannot follow."""
+        kind = message.get("kind")
+        if kind not in self._may_follow() or (kind in _OF_A_CASE and message.get("index") != self.next):
+            raise GarbageError(f"a message came out of order: {printable(repr(message), 200)}")
+        match kind:
+            case "started":
+                self.environment = _validated(Environment, message.get("environment"))
+            case "unmeasurable":
+                self.unmeasurable = printable(str(message.get("reason")))
+            case "begin":
+                self._begin()
+            case "measurement":
+                self.measurements.append(self._assignment.checked(message.get("measurement"), self.cases[self.next]))
+                self.is_measuring = False
+                self.next += 1
+            case "skipped":
+                self.next += 1
+        return kind == "done"
+
+    def _may_follow(self) -> Collection[str]:
+        """The kinds of message that can come now."""
+        if self.environment is None:
+            return ("started",)
+        if self.is_measuring:
+            return ("measurement",)
+        if self.unmeasurable is not None or self.next == len(self.cases):
+            return ("done",)
+        return ("begin", "skipped") if self.has_begun else ("begin", "skipped", "unmeasurable")
+
+    def _begin(self) -> None:
+        self.has_begun = self.is_measuring = True
+        total = len(self._assignment.cases)
+        place = total - len(self.cases) + self.next + 1
+        self._on_progress(f"{self._assignment.name}: case {place} of {total}, {self.cases[self.next].id}")
+
+
+Loss = tuple[Case, Outcome, str]
+
+
+def lost_and_left(hearing: Hearing, ending: Ending, *, is_late: bool) -> tuple[list[Loss], list[Case]]:
+    """The cases that a process cost, each with outcome and reason, and those that go on in a new one."""
+    left = hearing.cases[hearing.next :]
+    if hearing.unmeasurable is not None:
+        return [(case, "unmeasurable", hearing.unmeasurable) for case in left], []
+    if ending.outcome == "done":
+        return [], []
+    if not hearing.has_begun and not is_late:
+        reason = printable(f"the entry cannot be imported: {ending.story}")
+        return [(case, "unmeasurable", reason) for case in left], []
+    lost: list[Loss] = []
+    if hearing.is_measuring:
+        lost, left = [(left[0], ending.outcome, ending.story)], left[1:]
+    if is_late:
+        lost += [(case, "timeout", "not begun: the time for all cases of one kernel was used up") for case in left]
+        left = []
+    return lost, left
+
+
+_OF_A_CASE = ("begin", "measurement", "skipped")
+
+
+def _validated(model: type[_Model], facts: Any) -> _Model:
+    try:
+        return model.model_validate(facts)
+    except ValidationError as error:
+        raise GarbageError(f"the process sent no valid {model.__name__}: {printable(str(error), 500)}") from error
+
+
+def _with_printable_notes(facts: Any) -> Any:
+    """A measurement's notes may quote what a stranger's exception says: take out what a store would refuse."""
+    if isinstance(facts, dict) and isinstance(notes := facts.get("notes"), dict):
+        return {**facts, "notes": {name: printable(str(text)) for name, text in notes.items()}}
+    return facts

@@ -1,0 +1,242 @@
+"""Starts a measured process, listens to it, and ends it with everything it started. Knows no message's meaning.
+
+The process gets a scrubbed environment, a session and a temporary home of its own, no stdin, and a private descriptor
+to answer on; what it prints is kept only as a bounded tail.
+"""
+
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol
+
+from runners.channel import NONCE_BYTES, FrameReader, GarbageError, Plan, SubjectPlan, printable
+from service.wire import Case
+
+_INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+_TAIL_BYTES = 8192
+_READ_BYTES = 1 << 20
+_POLL_SECONDS = 0.1
+_ROOT = str(Path(__file__).resolve().parent.parent)
+# The directory that holds our packages is on the path for as long as they are imported: a target must not find what
+# lies beside them.
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from runners.child import main; sys.path.remove(sys.argv[1]); main()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a measured process may take: seconds, bytes, threads. `memory_bytes` None sets no limit of its own.
+
+    `start_seconds` is for its start and the import of a stranger's code, `case_seconds` for one case,
+    `kernel_seconds` for all cases of one kernel.
+    """
+
+    start_seconds: float = 180.0
+    case_seconds: float = 120.0
+    kernel_seconds: float = 3600.0
+    memory_bytes: int | None = None
+    file_bytes: int = 1 << 30
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a measured process ended: the outcome of the case it was in, why, and the end of what it printed."""
+
+    outcome: Literal["done", "killed", "timeout", "exited", "garbage"]
+    reason: str
+    printed: bytes
+
+    @property
+    def story(self) -> str:
+        """The reason with what was printed, in at most 2000 characters."""
+        printed = printable(self.printed.decode(errors="replace").strip(), 1500, keep_end=True)
+        return printable(self.reason + (f"; it printed last:\n{printed}" if printed else ""))
+
+
+class Listener(Protocol):
+    """Receives the messages of one process, in order."""
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the time limit of a case holds now, not that of the start."""
+
+    def receive(self, message: dict[str, Any]) -> bool:
+        """Take a message; True if it was the last. Raises GarbageError for one that cannot follow."""
+
+
+def converse(
+    subject: SubjectPlan,
+    cases: list[Case],
+    listener: Listener,
+    *,
+    limits: Limits,
+    device: str = "cpu",
+    environment: Mapping[str, str] | None = None,
+    stop_at: float = float("inf"),
+) -> Ending:
+    """Start a process on a plan and pass on its messages until it is done, dies, or must be ended.
+
+    `environment` adds to the scrubbed one; `stop_at` is a time.monotonic() at which it is ended whatever it does.
+    Nothing it started is left running.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    ours, theirs = os.pipe()
+    plan = Plan(
+        nonce=nonce.hex(),
+        descriptor=theirs,
+        parent=os.getpid(),
+        subject=subject,
+        cases=cases,
+        device=device,
+        threads=limits.threads,
+        memory_bytes=limits.memory_bytes,
+        file_bytes=limits.file_bytes,
+    )
+    with ExitStack() as stack:
+        channel = stack.enter_context(open(ours, "rb", buffering=0))  # noqa: PTH123 - a descriptor
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="ulpwatch-child-", ignore_cleanup_errors=True))
+        try:
+            process = _start(plan, home, _scrubbed(home, limits.threads, environment or {}))
+        finally:
+            os.close(theirs)
+        stack.callback(_end_leftovers, home)
+        stack.callback(_end, process)
+        assert process.stdout is not None
+        stack.enter_context(process.stdout)
+        return _listen(process, channel, FrameReader(nonce), listener, limits, stop_at)
+
+
+# --- Starting -------------------------------------------------------------------------------------------------------
+
+
+def _start(plan: Plan, home: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(plan.model_dump_json().encode())
+        stdin.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-s", "-c", _BOOT, _ROOT],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            pass_fds=(plan.descriptor,),
+            cwd=home,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _scrubbed(home: str, threads: int, added: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of a measured process: nothing of the parent's but what finds programs and devices."""
+    kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    fixed = {
+        "HOME": home,
+        "TMPDIR": home,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": "0",
+        "KINETO_LOG_LEVEL": "99",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Large buffers are kept and used again: mapping them anew each time costs a fifth of a measurement.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    }
+    allowed = {name: value for name, value in added.items() if not name.startswith("ULPWATCH_")}
+    return {**kept, **allowed, **fixed}
+
+
+# --- Listening ------------------------------------------------------------------------------------------------------
+
+
+def _listen(
+    process: subprocess.Popen[bytes],
+    channel: IO[bytes],
+    frames: FrameReader,
+    listener: Listener,
+    limits: Limits,
+    stop_at: float,
+) -> Ending:
+    assert process.stdout is not None
+    output = process.stdout
+    printed = b""
+    with selectors.DefaultSelector() as selector:
+        for stream in (channel, output):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ)
+        heard_at = time.monotonic()
+        while True:
+            limit = limits.case_seconds if listener.is_measuring else limits.start_seconds
+            left = min(heard_at + limit, stop_at) - time.monotonic()
+            selector.select(max(0.0, min(left, _POLL_SECONDS)))
+            death = _death(process)  # asked before reading, so that nothing said before it is missed
+            said = _read(channel, selector)
+            printed = (printed + _read(output, selector))[-_TAIL_BYTES:]
+            try:
+                for message in frames.feed(said):
+                    heard_at = time.monotonic()
+                    if listener.receive(message):
+                        return Ending("done", "", printed)
+            except GarbageError as error:
+                return Ending("garbage", str(error), printed)
+            if death is not None:
+                return _ending_of(death, printed)
+            if left <= 0:
+                return Ending("timeout", f"ended by the runner: nothing was heard for {limit:g} s", printed)
+
+
+def _read(stream: IO[bytes], selector: selectors.BaseSelector) -> bytes:
+    """What a stream holds now, at most _READ_BYTES; at its end it is no longer waited for."""
+    data = b""
+    while len(data) < _READ_BYTES:
+        try:
+            part = os.read(stream.fileno(), 1 << 16)
+        except BlockingIOError:
+            break
+        if not part:
+            with suppress(KeyError):
+                selector.unregister(stream)
+            break
+        data += part
+    return data
+
+
+def _death(process: subprocess.Popen[bytes]) -> os.waitid_result | None:
+    """How the process died, None while it lives. It is left unreaped, so that its group id stays its own."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _ending_of(death: os.waitid_result, printed: bytes) -> Ending:
+    if death.si_code == os.CLD_EXITED:
+        return Ending("exited", f"the process ended itself with exit status {death.si_status}", printed)
+    name = signal.Signals(death.si_status).name if death.si_status in set(signal.Signals) else "unknown"
+    return Ending("killed", f"the process was killed by signal {death.si_status} ({name})", printed)
+
+
+# --- Ending ---------------------------------------------------------------------------------------------------------
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the whole process group, and reap the process."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _end_leftovers(home: str) -> None:
+    """Kill what left the group (by a session of its own) but still carries the temporary home in its environment."""
+    marker = f"HOME={home}\0".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if marker in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)

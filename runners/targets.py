@@ -1,0 +1,85 @@
+"""Target files: what a repository's kernels are and which cases fit them. Calls no kernel and imports no torch."""
+
+import re
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from service.wire import Case, Target, TargetKernel
+
+_REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:==\s*([^\s;,]+))?")
+
+
+class TargetError(ValueError):
+    """A target file that does not say what it must. The message names file, key and rule."""
+
+
+def load_target(path: str | Path) -> Target:
+    """Read a target file. Raises TargetError that names the file, each wrong key and the rule it breaks."""
+    path = Path(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TargetError(f"{path}: is not TOML: {error}") from error
+    try:
+        return Target.model_validate(content)
+    except ValidationError as error:
+        raise TargetError("\n".join(f"{path}: {line}" for line in _complaints(error))) from error
+
+
+def _complaints(error: ValidationError) -> Iterable[str]:
+    for wrong in error.errors():
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"]).lstrip(".")
+        yield f"{key or 'the file'}: {wrong['msg'].removeprefix('Value error, ')}"
+
+
+def needed_arguments(case: Case) -> frozenset[str]:
+    """The arguments of ours that a kernel must take for this case to mean what it says."""
+    needed = {
+        "keep_mask": case.keep_mask or case.distribution == "masked",
+        "chunk_size": case.chunk_size is not None,
+        "temperature": case.temperature != 1.0,
+        "group": case.tensor_parallel != 1,
+    }
+    return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+
+def fitting_cases(kernel: TargetKernel, cases: Iterable[Case]) -> list[Case]:
+    """The cases that can be asked of a kernel: it takes what they need, and returns an entropy exactly where they
+    want one. One process measures, so that tensor-parallel cases fit none.
+    """
+    returns_entropy = any("entropy" in item for item in kernel.returns)
+
+    def fits(case: Case) -> bool:
+        if case.tensor_parallel != 1 or not needed_arguments(case) <= set(kernel.arguments):
+            return False
+        if case.entropy == "off":
+            return "with_entropy" in kernel.arguments or not returns_entropy
+        return returns_entropy
+
+    return [case for case in cases if fits(case)]
+
+
+def missing_requirements(requires: Iterable[str]) -> list[str]:
+    """Those of a target's `requires` that this interpreter does not have, each as a sentence that says what to do."""
+    return [sentence for requirement in requires if (sentence := _missing(requirement))]
+
+
+def _missing(requirement: str) -> str | None:
+    match = _REQUIREMENT.match(requirement)
+    if match is None:
+        raise TargetError(f"python.requires: {requirement!r} is not a distribution's name with an optional ==version")
+    name, wanted = match.groups()
+    remedy = f"install {requirement.strip()!r}, or the baselines extra of ulpwatch, which brings megatron-core"
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"the target requires {name}, which is not installed: {remedy}"
+    if wanted is not None and found != wanted:
+        return f"the target requires {name} {wanted}, but {found} is installed: {remedy}"
+    return None

@@ -1,0 +1,192 @@
+"""Judges one commit: its readings against the levels that its baseline left, series by series.
+
+Pure: which commit is the baseline, and where the readings come from, the caller knows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from service.catalogue import BY_NAME, Metric, MetricClass, Rule
+from service.detection.level_sets import Levels, device_class
+from service.detection.levels import Circumstances, Level, State, Step, advance, resume, start
+from service.detection.rules import NONFINITE, Reading, Relation, floor, relate, worst
+
+ENDINGS = ("callable", "completes")
+"""The checks that say how a case ended; they count whatever a target requires."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One series at one commit in one segment: readings by metric. `device` is the device in words."""
+
+    series: int
+    segment: str
+    device: str
+    dtype: str
+    readings: Mapping[str, Reading]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One metric of one series of a commit and its baseline. `reading` is None where the commit has none."""
+
+    series: int
+    metric: str
+    segment: str
+    device: str
+    reading: Reading | None
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a commit changed, and the levels after it."""
+
+    levels: Levels
+    comparisons: tuple[Comparison, ...]
+
+
+def judge_commit(before: Levels, observations: Sequence[Observation], sha: str) -> Judgement:
+    """Advance the levels by a commit's observations and compare each. `before` is left as it is."""
+    after: Levels = {series: dict(segments) for series, segments in before.items()}
+    comparisons: list[Comparison] = []
+    ordered = sorted(observations, key=lambda item: (item.series, item.segment))
+    for group in _by_series_and_device(ordered):
+        comparisons += _judge_series(before.get(group[0].series, {}), after.setdefault(group[0].series, {}), group, sha)
+    comparisons += _missing(before, after, ordered)
+    return Judgement(after, tuple(comparisons))
+
+
+def _by_series_and_device(observations: Sequence[Observation]) -> Iterator[list[Observation]]:
+    groups: dict[tuple[int, str], list[Observation]] = {}
+    for observation in observations:
+        groups.setdefault((observation.series, device_class(observation.segment)), []).append(observation)
+    yield from groups.values()
+
+
+def _judge_series(
+    before: Mapping[str, Mapping[str, Level]],
+    after: dict[str, dict[str, Level]],
+    group: Sequence[Observation],
+    sha: str,
+) -> Iterator[Comparison]:
+    correct = all(_is_correct(before.get(one.segment, {}), one) for one in group)
+    repeatable = all(
+        worst(BY_NAME["repeat_bitwise"], one.readings["repeat_bitwise"]) == 1
+        for one in group
+        if "repeat_bitwise" in one.readings
+    )
+    for one in group:
+        levels = dict(before.get(one.segment, {}))
+        for name, reading in sorted(one.readings.items()):
+            if not _is_judged(name):
+                continue
+            metric = BY_NAME[name]
+            facts = Circumstances(_floor(metric, levels, one), sha, correct, repeatable)
+            elsewhere = name not in levels and _elsewhere(metric, before, one)
+            step = _decide(metric, levels.get(name), reading, facts, elsewhere=elsewhere)
+            levels[name] = step.level
+            yield Comparison(one.series, name, one.segment, one.device, reading, step)
+        levels.update(_facts(levels, one, correct=correct))
+        after[one.segment] = levels
+
+
+def _decide(metric: Metric, level: Level | None, reading: Reading, facts: Circumstances, *, elsewhere: bool) -> Step:
+    if metric.name in ENDINGS and worst(metric, reading) == 0:
+        if level is None or not level.measured:
+            return start(metric, reading, "", State.INVALID)
+        if not level.opened and level.accepted == 0:
+            return Step(level, State.INVALID, before=0.0, after=0.0, reason=reading.note)
+    if level is None and elsewhere:
+        return start(
+            metric, reading, "measured before, but in another environment or on other inputs", State.INCOMPARABLE
+        )
+    if level is None:
+        return start(metric, reading, "first measurement")
+    if not level.measured:
+        return resume(metric, level, reading, facts.floor)
+    return advance(metric, level, reading, facts)
+
+
+def _elsewhere(metric: Metric, before: Mapping[str, Mapping[str, Level]], one: Observation) -> bool:
+    """Is the metric known in another segment of the same device class?"""
+    own = device_class(one.segment)
+    return any(metric.name in levels for segment, levels in before.items() if device_class(segment) == own)
+
+
+def _is_correct(levels: Mapping[str, Level], one: Observation) -> bool:
+    """No check fails, no value is infinite and no error is over its limit that was not so at the accepted level.
+
+    A check that the kernel never passed is its known state: a stranger's kernel is held to its own past.
+    """
+    if _ended_badly(one):
+        return False
+    for name, reading in one.readings.items():
+        metric, level = BY_NAME[name], levels.get(name)
+        if level is None or not _is_judged(name) or metric.metric_class is MetricClass.EXACT:
+            continue
+        if relate(metric, level.accepted, reading, _floor(metric, levels, one)) is Relation.WORSE:
+            return False
+    return True
+
+
+def _floor(metric: Metric, levels: Mapping[str, Level], one: Observation) -> float:
+    """F of the metric here. Of the reorder noise of commit and baseline the smaller counts, and so with the scale: a
+    fault that makes a kernel depend on the order of the vocabulary must not raise its own floor."""
+    noise = _fact(metric.noise, levels, one)
+    scale = _fact(metric.scale, levels, one)
+    return floor(metric, one.dtype, noise=noise or 0.0, scale=scale or 1.0)
+
+
+def _fact(name: str | None, levels: Mapping[str, Level], one: Observation) -> float | None:
+    if name is None:
+        return None
+    known = [levels[name].accepted] if name in levels else []
+    known += [worst(BY_NAME[name], one.readings[name])] if name in one.readings else []
+    return min((value for value in known if value != NONFINITE), default=None)
+
+
+def _facts(levels: Mapping[str, Level], one: Observation, *, correct: bool) -> dict[str, Level]:
+    """The informational values that floors are made of, as they stand after a commit: a correct case renews them."""
+    wanted = {name for metric in one.readings for name in (BY_NAME[metric].noise, BY_NAME[metric].scale) if name}
+    return {
+        name: Level(worst(BY_NAME[name], one.readings[name]))
+        for name in wanted
+        if name in one.readings and not one.readings[name].nonfinite and (correct or name not in levels)
+    }
+
+
+def _missing(before: Levels, after: Levels, observations: Sequence[Observation]) -> Iterator[Comparison]:
+    """Series and metrics that the baseline had and this commit, measured on that device class, has not.
+
+    A case that did not end well keeps its levels: it is judged by how it ended.
+    """
+    measured = {device_class(one.segment) for one in observations}
+    seen = {(one.series, device_class(one.segment), name) for one in observations for name in one.readings}
+    broken = {(one.series, device_class(one.segment)) for one in observations if _ended_badly(one)}
+    for series, segments in sorted(before.items()):
+        reported: set[tuple[str, str]] = set()
+        for segment, levels in sorted(segments.items()):
+            device = device_class(segment)
+            if device not in measured or (series, device) in broken:
+                continue
+            for name, level in sorted(levels.items()):
+                if level.measured and (series, device, name) not in seen and _is_judged(name):
+                    after[series][segment] = after[series][segment] | {name: replace(level, measured=False)}
+                    if (device, name) not in reported:
+                        yield _lost(series, segment, name, level)
+                    reported.add((device, name))
+
+
+def _ended_badly(one: Observation) -> bool:
+    return any(name in one.readings and worst(BY_NAME[name], one.readings[name]) == 0 for name in ENDINGS)
+
+
+def _is_judged(name: str) -> bool:
+    return BY_NAME[name].rule is not Rule.INFORMATIONAL
+
+
+def _lost(series: int, segment: str, name: str, level: Level) -> Comparison:
+    before = None if level.top == NONFINITE else level.top
+    reason = "measured at the baseline, not at this commit"
+    return Comparison(series, name, segment, "", None, Step(level, State.MISSING, before=before, reason=reason))

@@ -1,0 +1,362 @@
+"""Judges commits: history -> detection -> stored verdicts, level sets and findings.
+
+A verdict is a function of the commit graph, the target's definition, the commit's own results and the level set that
+its baseline left; so judging a commit reads two commits, and a late result re-judges only what it changes. Works out
+what to judge from the tables alone: a crash at any point leaves work that the next call does.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from service import queries
+from service.assessment import Assessment, assess, inherit, keys_in_force, plain
+from service.catalogue import BY_NAME, MetricClass
+from service.detection.commits import ENDINGS, Observation, judge_commit
+from service.detection.level_sets import Levels, dump, load, segment
+from service.detection.rules import RULE_VERSION, Reading
+from service.errors import NotFound
+from service.findings import first_state, reproduce, settle_findings, store_findings
+from service.history import Ancestor, nearest
+from service.models import Commit, Environment, LevelSet, Measurement, Run, Series, Target, Verdict
+from service.plans import History, Plan, load_history, planned, tips
+from service.samples import unpack
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What is needed of a stored verdict to see whether it still holds."""
+
+    id: int
+    baseline_id: int | None
+    distance: int | None
+    inherited_from_id: int | None
+    level_set_id: int
+    rule_version: int
+
+
+def judge_pending(factory: sessionmaker[Session]) -> int:
+    """Judge every commit whose inputs changed, and the descendants that this changes; the number of commits judged.
+
+    One transaction per target. Safe to call from several processes: on PostgreSQL a target that another one is judging
+    is left to it, on SQLite writers take turns.
+    """
+    with factory() as session:
+        session.connection(execution_options={"reading": True})
+        waiting = session.scalars(
+            select(Commit.target_id)
+            .where(Commit.judge_generation != Commit.judged_generation)
+            .distinct()
+            .order_by(Commit.target_id)
+        ).all()
+    return sum(_judge_target(factory, target_id) for target_id in waiting)
+
+
+def _judge_target(factory: sessionmaker[Session], target_id: int) -> int:
+    with factory.begin() as session:
+        claim = select(Target).where(Target.id == target_id).with_for_update(key_share=True, skip_locked=True)
+        target = session.scalars(claim).first()
+        if target is None:
+            return 0
+        history = load_history(session, target)
+        headers = _headers(session, target_id)
+        judged = _judge_dirty(session, history, headers)
+        settle_findings(session, history, _in_force(session, history, headers))
+        _catch_up(session, history)
+        return judged
+
+
+def _headers(session: Session, target_id: int) -> dict[str, _Header]:
+    rows = session.execute(
+        select(
+            Commit.sha,
+            Verdict.id,
+            Verdict.baseline_commit_id,
+            Verdict.baseline_distance,
+            Verdict.inherited_from_id,
+            Verdict.level_set_id,
+            Verdict.rule_version,
+        )
+        .join(Commit, Commit.id == Verdict.commit_id)
+        .where(Verdict.target_id == target_id)
+    ).all()
+    return {
+        row.sha: _Header(
+            id=row.id,
+            baseline_id=row.baseline_commit_id,
+            distance=row.baseline_distance,
+            inherited_from_id=row.inherited_from_id,
+            level_set_id=row.level_set_id,
+            rule_version=row.rule_version,
+        )
+        for row in rows
+    }
+
+
+# --- Judging ----------------------------------------------------------------------------------------------------------
+
+
+def _judge_dirty(session: Session, history: History, headers: dict[str, _Header]) -> int:
+    """Judge, parents first, the commits whose inputs changed. `headers` is brought up to date."""
+    moved: set[str] = set()  # commits whose level set changed in this pass
+    judged = 0
+    for sha in history.order:
+        header = headers.get(sha)
+        plan = history.plans.get(sha)
+        if plan is None:
+            if header is not None:
+                _withdraw(session, history, sha, header)
+                del headers[sha]
+            continue
+        if not _is_dirty(history, sha, plan, header, moved):
+            continue
+        headers[sha] = _judge_one(session, history, headers, sha)
+        judged += 1
+        if header is None or header.level_set_id != headers[sha].level_set_id:
+            moved.add(sha)
+    return judged
+
+
+def _is_dirty(history: History, sha: str, plan: Plan, header: _Header | None, moved: set[str]) -> bool:
+    if header is None or header.rule_version != RULE_VERSION:
+        return True
+    if history.commits[sha].pending or history.commits[plan.source].pending:
+        return True
+    if plan.baseline is not None and plan.baseline.sha in moved:
+        return True
+    return planned(history, sha, plan) != (header.baseline_id, header.distance, header.inherited_from_id)
+
+
+def _judge_one(session: Session, history: History, headers: Mapping[str, _Header], sha: str) -> _Header:
+    plan = history.plans[sha]
+    base = headers.get(plan.baseline.sha) if plan.baseline else None
+    levels = _levels(session, base.level_set_id) if base else {}
+    if plan.baseline and plan.source == plan.baseline.sha:
+        assessment = inherit(history, plan, levels)
+    else:
+        observations = _observations(session, history, history.commits[plan.source].runs)
+        assessment = assess(history, plan, judge_commit(levels, observations, sha), observations, sha)
+    previous = headers.get(sha)
+    stored = _store_verdict(session, history, sha, assessment, previous)
+    store_findings(session, history, sha, assessment.clusters)
+    if previous and previous.level_set_id != stored.level_set_id:
+        _drop_unused(session, previous.level_set_id)
+    return stored
+
+
+def _levels(session: Session, level_set_id: int) -> Levels:
+    return load(session.scalars(select(LevelSet.levels).where(LevelSet.id == level_set_id)).one())
+
+
+def _in_force(session: Session, history: History, headers: Mapping[str, _Header]) -> set[str]:
+    """The keys of the findings that stand at the newest measured commits."""
+    newest = [headers[sha] for sha in tips(history) if sha in headers]
+    return {key for header in newest for key in keys_in_force(history, _levels(session, header.level_set_id))}
+
+
+def _observations(session: Session, history: History, run_ids: Sequence[int]) -> tuple[Observation, ...]:
+    """What the runs saw of the target's own kernels, repetitions in one environment pooled; controls are left out."""
+    rows = session.execute(
+        select(Measurement, Environment)
+        .join(Run, Run.id == Measurement.run_id)
+        .join(Environment, Environment.id == Run.environment_id)
+        .join(Series, Series.id == Measurement.series_id)
+        .where(Measurement.run_id.in_(run_ids), Series.role == "kernel")
+    ).all()
+    pooled: dict[tuple[int, str], dict[str, list[Reading]]] = {}
+    devices: dict[tuple[int, str], str] = {}
+    for measurement, environment in rows:
+        keys = {
+            metric_class: (measurement.series_id, _segment(measurement, environment, metric_class))
+            for metric_class in MetricClass
+        }
+        for key in keys.values():
+            devices[key] = min(environment.device, devices.get(key, environment.device))
+        for name, reading in _readings(measurement).items():
+            pooled.setdefault(keys[BY_NAME[name].metric_class], {}).setdefault(name, []).append(reading)
+    return tuple(
+        Observation(
+            series=series,
+            segment=where,
+            device=devices[series, where],
+            dtype=history.series[series].case["dtype"],
+            readings={name: _pool(parts) for name, parts in readings.items()},
+        )
+        for (series, where), readings in sorted(pooled.items())
+    )
+
+
+def _segment(measurement: Measurement, environment: Environment, metric_class: MetricClass) -> str:
+    identity = queries.identity(environment, metric_class)
+    return segment(environment.device_class, identity, metric_class, measurement.inputs_digest)
+
+
+def _readings(measurement: Measurement) -> dict[str, Reading]:
+    """The readings of one measurement. How it ended is read off the outcome; a case that did not end well has no other
+    values that could be trusted."""
+    notes: Mapping[str, str] = measurement.notes or {}
+    outcome = measurement.outcome
+    ending = notes.get("outcome", "")
+    readings = {"callable": Reading((float(outcome != "unmeasurable"),), note=ending)}
+    if outcome != "unmeasurable":
+        readings["completes"] = Reading((float(outcome == "ok"),), note=f"{outcome}: {ending}" if ending else "")
+    if outcome != "ok":
+        return readings
+    samples, nonfinite = unpack(measurement.samples)
+    for name in (*samples, *nonfinite):
+        if name not in ENDINGS and BY_NAME[name].metric_class is not MetricClass.TIMING:
+            readings[name] = Reading(samples.get(name, ()), name in nonfinite, notes.get(name, ""))
+    return readings
+
+
+def _pool(readings: Sequence[Reading]) -> Reading:
+    """Repetitions as one reading, whatever their order."""
+    return Reading(
+        samples=tuple(sorted(sample for reading in readings for sample in reading.samples)),
+        nonfinite=any(reading.nonfinite for reading in readings),
+        note=min((reading.note for reading in readings if reading.note), default=""),
+    )
+
+
+# --- Storing ----------------------------------------------------------------------------------------------------------
+
+
+def _store_verdict(
+    session: Session, history: History, sha: str, assessment: Assessment, previous: _Header | None
+) -> _Header:
+    plan = history.plans[sha]
+    baseline_id, distance, inherited_from_id = planned(history, sha, plan)
+    level_set_id = _level_set_id(session, history.target_id, assessment.levels)
+    row = session.get(Verdict, previous.id) if previous else None
+    if row is None:
+        row = Verdict(target_id=history.target_id, commit_id=history.commits[sha].id)
+        session.add(row)
+    row.state = str(assessment.state)
+    row.reason = assessment.reason
+    row.baseline_commit_id = baseline_id
+    row.baseline_distance = distance
+    row.inherited_from_id = inherited_from_id
+    row.rule_version = RULE_VERSION
+    row.counts = assessment.counts
+    row.document = assessment.document
+    row.level_set_id = level_set_id
+    row.judged_at = datetime.now(UTC)
+    session.flush()
+    return _Header(row.id, baseline_id, distance, inherited_from_id, level_set_id, RULE_VERSION)
+
+
+def _level_set_id(session: Session, target_id: int, levels: Levels) -> int:
+    """The row of these levels; equal sets of a target share one, and the target is locked."""
+    digest, compressed = dump(levels)
+    own = hashlib.sha256(f"{target_id} {digest}".encode()).hexdigest()
+    found = session.scalars(select(LevelSet.id).where(LevelSet.digest == own)).first()
+    if found is not None:
+        return found
+    row = LevelSet(digest=own, levels=compressed)
+    session.add(row)
+    session.flush()
+    return row.id
+
+
+def _drop_unused(session: Session, level_set_id: int) -> None:
+    used = select(Verdict.id).where(Verdict.level_set_id == level_set_id).exists()
+    session.execute(delete(LevelSet).where(LevelSet.id == level_set_id, ~used))
+
+
+def _withdraw(session: Session, history: History, sha: str, header: _Header) -> None:
+    """A commit that inherited and no longer does has no verdict until it is measured."""
+    session.execute(delete(Verdict).where(Verdict.id == header.id))
+    _drop_unused(session, header.level_set_id)
+    store_findings(session, history, sha, ())
+
+
+def _catch_up(session: Session, history: History) -> None:
+    """Note what was judged. A result that came meanwhile has raised the generation again and stays pending."""
+    for commit in sorted(history.commits.values(), key=lambda item: item.id):
+        if commit.pending:
+            session.execute(update(Commit).where(Commit.id == commit.id).values(judged_generation=commit.generation))
+
+
+# --- Without storing --------------------------------------------------------------------------------------------------
+
+
+def compare(session: Session, target: str, base_sha: str, sha: str) -> queries.VerdictView:
+    """The verdict of a commit against a base of the caller's choice, from what is stored of both; stores nothing.
+
+    The base's own results are the accepted values, whatever findings are open. Shas may be unique prefixes. A side
+    without results makes the verdict `missing`. NotFound if target or commits are unknown.
+    """
+    found = session.scalars(select(Target).where(Target.name == target)).first()
+    if found is None:
+        raise NotFound(f"there is no target {target!r}")
+    base, candidate = (_known(session, target, name) for name in (base_sha, sha))
+    history = load_history(session, found)
+    for name in (base, candidate):
+        if name not in history.plans:
+            return queries.missing_verdict(target, candidate, f"commit {name[:7]} has no results to compare")
+    sources = [history.plans[name].source for name in (base, candidate)]
+    plan = Plan(_ancestor(history, base, candidate), sources[1])
+    before, after = (_observations(session, history, history.commits[source].runs) for source in sources)
+    levels = judge_commit({}, before, base).levels
+    assessment = assess(history, plan, judge_commit(levels, after, candidate), after, candidate)
+    return _view(history, base, candidate, plan, assessment)
+
+
+def _known(session: Session, target: str, sha: str) -> str:
+    row = queries.commit(session, target, sha)
+    if row is None:
+        raise NotFound(f"target {target!r} has no commit {sha!r}")
+    return row.sha
+
+
+def _ancestor(history: History, base: str, sha: str) -> Ancestor:
+    """The chosen base; distance 0 if it is no ancestor."""
+    found = nearest(history.order, history.parents, lambda name: name == base).get(sha)
+    return found or Ancestor(base, 0)
+
+
+def _view(history: History, base: str, sha: str, plan: Plan, assessment: Assessment) -> queries.VerdictView:
+    now = datetime.now(UTC)
+    findings = tuple(
+        queries.FindingView(
+            id=0,
+            target=history.target,
+            kernel=item.kernel,
+            family=str(item.family),
+            direction=str(item.direction),
+            state=first_state(item),
+            sentence=item.sentence,
+            culprit_sha=sha,
+            culprit_subject="",
+            baseline_sha=base,
+            baseline_distance=plan.baseline.distance if plan.baseline else None,
+            rule_version=RULE_VERSION,
+            affected=tuple(queries.affected(plain(change)) for change in item.changes),
+            events=(),
+            reproduce=reproduce(history, sha, item),
+            created_at=now,
+            updated_at=now,
+        )
+        for item in assessment.clusters
+    )
+    return queries.VerdictView(
+        target=history.target,
+        sha=sha,
+        state=str(assessment.state),
+        reason=assessment.reason,
+        baseline_sha=base,
+        baseline_distance=plan.baseline.distance if plan.baseline else None,
+        inherited_from=plan.source if plan.source != sha else None,
+        counts=assessment.counts,
+        findings=findings,
+        inherited=(),
+        recovered=(),
+        undecided=tuple(queries.affected(item) for item in assessment.document["undecided"]),
+        rule_version=RULE_VERSION,
+        judged_at=now,
+        notices=tuple(queries.affected(item) for item in assessment.document["notices"]),
+    )

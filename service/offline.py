@@ -1,0 +1,90 @@
+"""Judges results without a running service: the same ingest and the same judge, on a database that lives as long as a
+call.
+
+One path decides everywhere: what `ulpwatch replay` and `ulpwatch compare` say is what the service would say.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from service import queries
+from service.db import open_engine, session_factory, upgrade
+from service.ingest import ingest, register_commits, register_target
+from service.judge import judge_pending
+from service.wire import Commit, Result, Target, TargetKernel
+
+_POSTED_BY = "offline"
+
+
+def judge_history(target: Target, commits: Sequence[Commit], results: Sequence[Result]) -> list[queries.VerdictView]:
+    """The verdict of every commit, in the order given; the last one is the branch's head."""
+    with _database() as factory:
+        with factory.begin() as session:
+            register_target(session, target, registered_by=_POSTED_BY)
+            register_commits(session, target.name, commits, branch=target.branch, head=commits[-1].sha)
+            for result in results:
+                _ingest(session, result)
+        judge_pending(factory)
+        with factory() as session:
+            return [queries.verdict(session, target.name, commit.sha) for commit in commits]
+
+
+def compare_results(baseline: Result, candidate: Result) -> queries.VerdictView:
+    """The verdict of one result against another, as if the candidate's commit followed the baseline's.
+
+    Raises ValueError if they are of different targets or are the same attempt.
+    """
+    if baseline.target != candidate.target:
+        raise ValueError(f"the results are of different targets: {baseline.target!r} and {candidate.target!r}")
+    if baseline.attempt == candidate.attempt:
+        raise ValueError(f"both files hold the same attempt, {baseline.attempt}: name two different results")
+    first = _placed(baseline, sha=_sha_of(baseline, other=candidate), parents=[])
+    second = _placed(candidate, sha=candidate.commit.sha, parents=[first.commit.sha])
+    return judge_history(_target_of(candidate), [first.commit, second.commit], [first, second])[-1]
+
+
+def _sha_of(baseline: Result, *, other: Result) -> str:
+    """The baseline's commit; where both results are of one commit, a name of its own, made of its attempt."""
+    if baseline.commit.sha != other.commit.sha:
+        return baseline.commit.sha
+    return hashlib.sha1(baseline.attempt.bytes, usedforsecurity=False).hexdigest()
+
+
+def _placed(result: Result, *, sha: str, parents: list[str]) -> Result:
+    """The result without its job, at a place in the graph of its own."""
+    commit = result.commit.model_copy(update={"sha": sha, "parents": parents, "watched_digest": None})
+    return result.model_copy(update={"commit": commit, "job": None})
+
+
+def _target_of(result: Result) -> Target:
+    """What a verdict on the result's kernels needs; how to call them does not matter any more."""
+    names = sorted({measurement.kernel for measurement in result.measurements if measurement.role == "kernel"})
+    kernels = [
+        TargetKernel(
+            name=name, entry="measured:already", arguments={"logits": "x", "targets": "y"}, returns=["log_prob"]
+        )
+        for name in names
+    ]
+    return Target(name=result.target, repository="measured-already", paths=["."], suite=result.suite, kernels=kernels)
+
+
+def _ingest(session: Session, result: Result) -> None:
+    digest = hashlib.sha256(result.model_dump_json().encode()).hexdigest()
+    ingest(session, result, body_digest=digest, posted_by=_POSTED_BY)
+
+
+@contextmanager
+def _database() -> Iterator[sessionmaker[Session]]:
+    with tempfile.TemporaryDirectory(prefix="ulpwatch-") as directory:
+        url = f"sqlite:///{Path(directory) / 'offline.sqlite3'}"
+        upgrade(url)
+        engine = open_engine(url)
+        try:
+            yield session_factory(engine)
+        finally:
+            engine.dispose()

@@ -1,0 +1,128 @@
+"""One kernel on one case: a complete measurement, whatever the kernel does."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from runners.instruments.measure import ARGUMENTS, Subject, measure_case
+from service.catalogue import BY_NAME, MetricClass
+from service.wire import CASE_ARGUMENTS, Case
+
+CASE = Case(tokens=8, vocabulary=64)
+
+
+def _names(metric_class: MetricClass) -> set[str]:
+    return {metric.name for metric in BY_NAME.values() if metric.metric_class is metric_class}
+
+
+def test_a_clean_kernel_gives_every_metric_of_the_catalogue(clean: Subject) -> None:
+    measurement = measure_case(clean, CASE, repetitions=3)
+    assert measurement.outcome == "ok"
+    assert measurement.notes == {}
+    assert set(measurement.values) == set(BY_NAME) - {"callable", "completes"}
+    assert {len(measurement.values[name]) for name in _names(MetricClass.EXACT)} == {2}
+    assert {len(measurement.values[name]) for name in _names(MetricClass.TIMING)} == {3}
+
+
+def test_equal_cases_have_equal_inputs_whatever_is_asked_of_them(clean: Subject) -> None:
+    digests = {
+        measure_case(clean, CASE.model_copy(update=change), repetitions=1).inputs_digest
+        for change in ({}, {"entropy": "off"}, {"chunk_size": 2}, {"temperature": 0.5})
+    }
+    assert len(digests) == 1
+    assert measure_case(clean, CASE.model_copy(update={"seed": 1}), repetitions=1).inputs_digest not in digests
+
+
+def test_everything_but_time_repeats(clean: Subject) -> None:
+    one, other = (measure_case(clean, CASE, repetitions=1).values for _ in range(2))
+    for name in set(one) - _names(MetricClass.TIMING):
+        assert one[name] == other[name], name
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (ZeroDivisionError("by zero\nand more"), "raised", "ZeroDivisionError: by zero"),
+        (KeyError(), "raised", "KeyError"),
+        (MemoryError("too much"), "out_of_memory", "MemoryError: too much"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+            "out_of_memory",
+            "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes",
+        ),
+    ],
+)
+def test_an_exception_is_an_outcome_with_its_reason(error: Exception, outcome: str, reason: str) -> None:
+    def run(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
+        raise error
+
+    measurement = measure_case(Subject("raises", run), CASE)
+    assert measurement.outcome == outcome
+    assert measurement.notes == {"outcome": reason}
+    assert measurement.values == {}
+
+
+def test_what_was_measured_before_an_exception_is_kept(clean: Subject) -> None:
+    def run(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("no graph, no result")
+        return clean.run(logits, targets, **keywords)
+
+    measurement = measure_case(Subject("training-only", run), CASE)
+    assert measurement.outcome == "raised"
+    assert _names(MetricClass.EXACT) <= set(measurement.values)
+    assert not _names(MetricClass.TIMING) & set(measurement.values)
+
+
+def test_outputs_of_a_wrong_shape_are_a_failed_check(tampered: Any) -> None:
+    column = tampered(outputs=lambda result: (result[0][:, None], result[1]))
+    measurement = measure_case(column, CASE)
+    assert measurement.values == {"result_shape": [0.0]}
+    assert measurement.notes["result_shape"] == "log_prob has shape (8, 1), not (8,)"
+
+
+def test_no_time_is_stored_for_a_failed_check(tampered: Any) -> None:
+    measurement = measure_case(tampered(gradient=lambda _: None), CASE)
+    assert measurement.outcome == "ok"
+    assert measurement.values["gradient_defined"] == [0.0]
+    assert measurement.values["grad_coverage_miss_lp"] == [6.0]
+    assert "gradient_defined" in measurement.notes
+    assert measurement.notes["timing"].startswith("not stored: failed ")
+    assert not _names(MetricClass.TIMING) & set(measurement.values)
+
+
+def test_a_number_that_is_not_finite_is_named_and_has_no_value_and_no_time(tampered: Any) -> None:
+    faulty = tampered(outputs=lambda result: (result[0] + torch.nan, result[1]))
+    large = Case(tokens=2, vocabulary=1 << 19, entropy="off")
+    measurement = measure_case(faulty, large, repetitions=1)
+    assert measurement.nonfinite == ["lp_abs_max", "perm_delta_lp", "legacy_delta_lp"]
+    assert measurement.values["nonfinite_unexpected"] == [2.0]
+    assert "lp_abs_max" not in measurement.values
+    assert measurement.notes["timing"].startswith("not stored: not finite")
+    assert "repeat_bitwise" not in measurement.values
+
+
+def test_arguments_that_a_commit_does_not_take_are_left_out_and_noted(clean: Subject) -> None:
+    def older_run(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
+        assert "with_entropy_grad" not in keywords
+        return clean.run(logits, targets, **keywords)
+
+    older = Subject("older", older_run, takes=ARGUMENTS - {"with_entropy_grad"}, omitted=("with_entropy_grad",))
+    measurement = measure_case(older, CASE.model_copy(update={"entropy": "value"}), repetitions=1)
+    assert measurement.outcome == "ok"
+    assert measurement.notes == {"arguments": "not taken by this commit and left out: with_entropy_grad"}
+    assert _names(MetricClass.TIMING) <= set(measurement.values)
+
+
+def test_a_split_case_is_refused(clean: Subject) -> None:
+    with pytest.raises(ValueError, match=r"n8-v64-float32-gradient-tp2 is split over ranks"):
+        measure_case(clean, CASE.model_copy(update={"tensor_parallel": 2}))
+
+
+def test_a_control_is_marked(clean: Subject) -> None:
+    assert measure_case(clean, CASE, role="control", repetitions=1).role == "control"
+
+
+def test_the_arguments_are_those_of_the_wire() -> None:
+    assert frozenset(CASE_ARGUMENTS) == ARGUMENTS

@@ -1,0 +1,356 @@
+"""What every kernel that runs here promises (contract.LogProbEntropy), and what `fused` promises beside."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runners.kernels import megatron
+from runners.kernels.contract import Kernel
+from runners.kernels.inputs import Distribution, Inputs, digest, make_inputs
+from runners.kernels.registry import KERNELS, kernel
+
+RUNNABLE = [pytest.param(known, id=known.name) for known in KERNELS if known.missing is None]
+# megatron-core's cross-entropy multiplies NaN by zero.
+KEEPS_DEAD_ROWS = [
+    pytest.param(known, id=known.name) for known in KERNELS if known.missing is None and known.name != "megatron_fused"
+]
+every_kernel = pytest.mark.parametrize("subject", RUNNABLE)
+# Float32 sums in another order.
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    log_prob: torch.Tensor
+    entropy: torch.Tensor | None
+    gradient: torch.Tensor
+
+
+def run(subject: Kernel, inputs: Inputs, *, log_prob: bool = True, entropy: bool = True, **options: Any) -> Results:
+    """Forward and backward with the upstream gradients of the outputs chosen; `options` go to the kernel."""
+    logits = inputs.logits.detach().requires_grad_()
+    results = subject.run(logits, inputs.targets, keep_mask=inputs.keep_mask, **options)
+    outputs, upstreams = [], []
+    if log_prob:
+        outputs.append(results[0])
+        upstreams.append(inputs.upstream_log_prob)
+    if entropy and results[1] is not None and results[1].requires_grad:
+        outputs.append(results[1])
+        upstreams.append(inputs.upstream_entropy)
+    (gradient,) = torch.autograd.grad(outputs, logits, upstreams)
+    return Results(results[0].detach(), None if results[1] is None else results[1].detach(), gradient)
+
+
+def close(one: Results, other: Results, *, bits: bool = False) -> bool:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if bits else CLOSE
+    pairs = [(one.log_prob, other.log_prob), (one.gradient.float(), other.gradient.float())]
+    if one.entropy is not None and other.entropy is not None:
+        pairs.append((one.entropy, other.entropy))
+    return all(torch.allclose(a, b, **tolerance) for a, b in pairs)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_are_float32_and_the_gradient_has_the_logits_dtype(subject: Kernel, dtype: torch.dtype) -> None:
+    inputs = make_inputs(tokens=5, vocabulary=33, dtype=dtype, keep_mask=True)
+    results = run(subject, inputs)
+    assert results.log_prob.dtype == torch.float32
+    assert results.entropy is not None
+    assert results.entropy.dtype == torch.float32
+    assert results.gradient.dtype == dtype
+    assert results.log_prob.shape == results.entropy.shape == (5,)
+    upcast = run(subject, dataclasses.replace(inputs, logits=inputs.logits.float()))
+    assert torch.equal(results.log_prob, upcast.log_prob)
+    assert torch.allclose(results.gradient.float(), upcast.gradient, rtol=2**-7, atol=1e-6)
+
+
+@every_kernel
+@pytest.mark.parametrize("keep_mask", [False, True])
+def test_entropy_is_given_and_differentiable_exactly_when_asked_for(subject: Kernel, keep_mask: bool) -> None:
+    inputs = make_inputs(tokens=4, vocabulary=10, keep_mask=keep_mask)
+    logits = inputs.logits.requires_grad_()
+    call = {"keep_mask": inputs.keep_mask}
+    assert subject.run(logits, inputs.targets, with_entropy=False, **call)[1] is None
+    value = subject.run(logits, inputs.targets, with_entropy_grad=False, **call)[1]
+    graph = subject.run(logits, inputs.targets, **call)[1]
+    assert value is not None
+    assert graph is not None
+    assert not value.requires_grad
+    assert graph.requires_grad
+    assert torch.equal(value, graph)
+
+
+@every_kernel
+def test_without_a_graph_the_results_are_the_same_and_need_none(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=4, vocabulary=10, keep_mask=True)
+    with torch.no_grad():
+        log_prob, entropy = subject.run(inputs.logits.requires_grad_(), inputs.targets, keep_mask=inputs.keep_mask)
+    results = run(subject, inputs)
+    assert not log_prob.requires_grad
+    assert torch.equal(log_prob, results.log_prob)
+    assert entropy is not None
+    assert results.entropy is not None
+    assert torch.equal(entropy, results.entropy)
+
+
+@every_kernel
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("keep_mask", [False, True])
+def test_no_tokens_give_empty_results_connected_to_the_graph(
+    subject: Kernel, chunk_size: int | None, keep_mask: bool
+) -> None:
+    inputs = make_inputs(tokens=0, vocabulary=7, keep_mask=keep_mask)
+    results = run(subject, inputs, chunk_size=chunk_size)
+    assert results.log_prob.shape == (0,)
+    assert results.entropy is not None
+    assert results.entropy.shape == (0,)
+    assert results.gradient.shape == (0, 7)
+
+
+@every_kernel
+def test_non_contiguous_logits_give_the_same_result(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=6, vocabulary=40, keep_mask=True)
+    strided = dataclasses.replace(inputs, logits=inputs.logits.t().contiguous().t())
+    assert not strided.logits.is_contiguous()
+    assert close(run(subject, inputs), run(subject, strided))
+
+
+@every_kernel
+@pytest.mark.parametrize("keep_mask", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 2, 7, 8])
+def test_every_chunk_size_gives_the_same_result(subject: Kernel, keep_mask: bool, chunk_size: int) -> None:
+    inputs = make_inputs(tokens=7, vocabulary=40, keep_mask=keep_mask)
+    assert close(run(subject, inputs), run(subject, inputs, chunk_size=chunk_size))
+
+
+@every_kernel
+def test_the_same_call_gives_the_same_bits(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=16, vocabulary=1000)
+    assert close(run(subject, inputs), run(subject, inputs), bits=True)
+
+
+@every_kernel
+@pytest.mark.parametrize("distribution", ["flat", "neg_inf"])
+def test_inputs_are_bit_identical_afterwards(subject: Kernel, distribution: Distribution) -> None:
+    inputs = make_inputs(tokens=5, vocabulary=33, distribution=distribution, keep_mask=True)
+    before = digest(inputs)
+    run(subject, inputs, temperature=0.7)
+    assert digest(inputs) == before
+
+
+@every_kernel
+def test_temperature_divides_the_logits(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=5, vocabulary=33, keep_mask=True)
+    warm = run(subject, inputs, temperature=2.0)
+    halved = run(subject, dataclasses.replace(inputs, logits=inputs.logits / 2))
+    assert close(warm, dataclasses.replace(halved, gradient=halved.gradient / 2))
+
+
+@every_kernel
+def test_a_masked_out_target_is_kept(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=5, vocabulary=9)
+    alone = dataclasses.replace(inputs, keep_mask=torch.zeros(5, 9, dtype=torch.bool))
+    results = run(subject, alone, entropy=False)
+    assert torch.equal(results.log_prob, torch.zeros(5))
+    assert (results.gradient == 0).all()
+
+
+@every_kernel
+def test_masked_entries_get_an_exactly_zero_log_prob_gradient(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=16, vocabulary=50, keep_mask=True)
+    assert inputs.keep_mask is not None
+    dropped = ~inputs.keep_mask.scatter(1, inputs.targets[:, None], True)
+    gradient = run(subject, inputs, entropy=False).gradient
+    assert (gradient[dropped] == 0).all()
+    assert (gradient[~dropped] != 0).any()
+
+
+@every_kernel
+def test_entropy_and_its_gradient_come_from_the_unmasked_logits(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=16, vocabulary=50, keep_mask=True)
+    masked = run(subject, inputs, log_prob=False)
+    unmasked = run(subject, dataclasses.replace(inputs, keep_mask=None), log_prob=False)
+    assert masked.entropy is not None
+    assert unmasked.entropy is not None
+    assert torch.equal(masked.entropy, unmasked.entropy)
+    assert torch.equal(masked.gradient, unmasked.gradient)
+
+
+@every_kernel
+@pytest.mark.parametrize("output", ["log_prob", "entropy"])
+def test_each_output_used_alone_gives_a_defined_gradient(subject: Kernel, output: str) -> None:
+    inputs = make_inputs(tokens=16, vocabulary=50)
+    alone = run(subject, inputs, log_prob=output == "log_prob", entropy=output == "entropy")
+    assert (alone.gradient != 0).any()
+
+
+@every_kernel
+def test_the_branches_add_up(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=16, vocabulary=50, keep_mask=True)
+    both = run(subject, inputs).gradient
+    apart = run(subject, inputs, entropy=False).gradient + run(subject, inputs, log_prob=False).gradient
+    assert torch.allclose(both, apart, **CLOSE)
+
+
+@pytest.mark.parametrize("subject", KEEPS_DEAD_ROWS)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_row_without_an_upstream_has_a_zero_gradient_whatever_its_logits(
+    subject: Kernel, chunk_size: int | None, poison: float
+) -> None:
+    inputs = make_inputs(tokens=5, vocabulary=9)
+    inputs.logits[0] = poison
+    assert inputs.upstream_log_prob[0] == inputs.upstream_entropy[0] == 0
+    gradient = run(subject, inputs, chunk_size=chunk_size).gradient
+    assert (gradient[0] == 0).all()
+    assert torch.isfinite(gradient).all()
+    assert (gradient[1:] != 0).any()
+
+
+@pytest.mark.parametrize("subject", KEEPS_DEAD_ROWS)
+def test_a_row_with_one_upstream_only_keeps_its_gradient(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=2, vocabulary=9)
+    inputs.upstream_log_prob[:] = torch.tensor([0.0, 1.0])
+    inputs.upstream_entropy[:] = torch.tensor([1.0, 0.0])
+    assert (run(subject, inputs).gradient != 0).any(1).all()
+
+
+@every_kernel
+def test_impossible_ids_contribute_zero_forward_and_backward(subject: Kernel) -> None:
+    inputs = make_inputs(tokens=8, vocabulary=50, distribution="neg_inf")
+    results = run(subject, inputs)
+    assert results.entropy is not None
+    assert torch.isfinite(results.entropy).all()
+    assert torch.isfinite(results.gradient).all()
+    assert (results.gradient[torch.isneginf(inputs.logits)] == 0).all()
+
+
+@pytest.mark.parametrize("subject", KEEPS_DEAD_ROWS)
+def test_no_group_means_no_collective(subject: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a collective was called")
+
+    monkeypatch.setattr(dist, "all_reduce", refuse)
+    run(subject, make_inputs(tokens=3, vocabulary=4, keep_mask=True))
+
+
+def _wrong_arguments() -> Iterator[Any]:
+    logits, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    for label, match, call in (
+        ("dimensions", r"logits has shape \(3,\)", {"logits": torch.zeros(3)}),
+        ("no columns", r"logits has shape \(3, 0\)", {"logits": torch.zeros(3, 0)}),
+        ("integers", "logits is torch.int64", {"logits": torch.zeros(3, 4, dtype=torch.int64)}),
+        ("too few targets", r"targets has shape \(2,\): it must be \[3\]", {"targets": targets[:2]}),
+        ("column of targets", r"targets has shape \(3, 1\)", {"targets": targets[:, None]}),
+        ("int32 targets", "targets is torch.int32", {"targets": targets.int()}),
+        (
+            "ignored target",
+            "ids from -100 to 0: they must be in 0 .. 3",
+            {"targets": targets - targets.new([0, 100, 0])},
+        ),
+        ("padded target", "ids from 0 to 4", {"targets": targets + targets.new([0, 4, 0])}),
+        ("mask shape", r"keep_mask has shape \(3, 5\)", {"keep_mask": torch.ones(3, 5, dtype=torch.bool)}),
+        ("mask dtype", "keep_mask is torch.float32", {"keep_mask": torch.ones(3, 4)}),
+        ("chunk size", "chunk_size is 0", {"chunk_size": 0}),
+        ("temperature", "temperature is 0.0", {"temperature": 0.0}),
+        ("NaN temperature", "temperature is nan", {"temperature": float("nan")}),
+    ):
+        yield pytest.param(match, {"logits": logits, "targets": targets} | call, id=label)
+
+
+@every_kernel
+@pytest.mark.parametrize(("match", "call"), list(_wrong_arguments()))
+def test_a_wrong_argument_is_named(subject: Kernel, match: str, call: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=match):
+        subject.run(**call)
+
+
+class _TwoRanks:
+    """As much of a group as an argument check reads."""
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("name", ["eager", "peer", "reference"])
+def test_a_kernel_without_tensor_parallelism_refuses_a_group(name: str) -> None:
+    assert not kernel(name).contract.tensor_parallel
+    group: Any = _TwoRanks()
+    with pytest.raises(ValueError, match=f"group has 2 ranks: {name} needs the whole vocabulary"):
+        kernel(name).run(torch.zeros(1, 4), torch.tensor([7]), group=group)
+
+
+# --- fused ----------------------------------------------------------------------------------------------------------
+
+
+def _saved_bytes(**options: Any) -> int:
+    """Bytes of the distinct storages that fused's graph keeps, the inputs apart."""
+    inputs = make_inputs(tokens=8, vocabulary=64, keep_mask=options.pop("keep_mask", False))
+    logits = inputs.logits.requires_grad_()
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        results = kernel("fused").run(logits, inputs.targets, keep_mask=inputs.keep_mask, **options)
+    assert results[0].requires_grad
+    for tensor in (logits, inputs.targets):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("keep_mask", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_metric_only_entropy_saves_what_no_entropy_saves(keep_mask: bool, chunk_size: int | None) -> None:
+    off = _saved_bytes(keep_mask=keep_mask, chunk_size=chunk_size, with_entropy=False)
+    value = _saved_bytes(keep_mask=keep_mask, chunk_size=chunk_size, with_entropy_grad=False)
+    gradient = _saved_bytes(keep_mask=keep_mask, chunk_size=chunk_size)
+    assert off == value == 8 * 64 * 4
+    assert gradient > off
+
+
+def test_a_second_backward_through_fused_raises() -> None:
+    inputs = make_inputs(tokens=4, vocabulary=9)
+    logits = inputs.logits.requires_grad_()
+    log_prob, _ = kernel("fused").run(logits, inputs.targets)
+    log_prob.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        log_prob.sum().backward()
+
+
+@pytest.mark.parametrize(("used", "unused"), [(0, "entropy"), (1, "log_prob")])
+def test_a_missing_upstream_gradient_is_a_loud_error(used: int, unused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    materialise = torch.autograd.function.FunctionCtx.set_materialize_grads
+    monkeypatch.setattr(
+        torch.autograd.function.FunctionCtx, "set_materialize_grads", lambda ctx, _: materialise(ctx, False)
+    )
+    inputs = make_inputs(tokens=4, vocabulary=9)
+    output = kernel("fused").run(inputs.logits.requires_grad_(), inputs.targets)[used]
+    assert output is not None
+    with pytest.raises(RuntimeError, match=f"no upstream gradient for {unused}.*add 0 \\* {unused}"):
+        output.sum().backward()
+
+
+# --- the registry ---------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_found_by_name_and_an_unknown_name_lists_the_known_ones() -> None:
+    assert [kernel(known.name) for known in KERNELS] == list(KERNELS)
+    assert {"reference", "fused", "legacy", "eager", "megatron_fused"} <= {known.name for known in KERNELS}
+    with pytest.raises(KeyError, match="unknown kernel 'quick'; known are fused, legacy"):
+        kernel("quick")
+
+
+def test_megatron_fused_says_what_to_install_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.importlib.util, "find_spec", lambda _: None)
+    missing = megatron.missing_package()
+    assert missing is not None
+    assert "pip install --no-deps megatron-core==0.16.1" in missing
+    with pytest.raises(ModuleNotFoundError, match="megatron-core, which is not installed"):
+        megatron.run(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
