@@ -14,8 +14,6 @@ import typer
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-    from starlette.types import Receive, Send
-    from starlette.types import Scope as AsgiScope
 
     from runners.client import Client
     from runners.job import Limits
@@ -290,6 +288,7 @@ def serve(
 def build_app(settings: "Settings") -> "Starlette":
     """The API under /api/v1 and the dashboards at /, on one database."""
     from dashboards.app import create_app as create_dashboards
+    from service.app import add_pages
     from service.app import create_app as create_service
     from service.auth import authenticate
 
@@ -302,12 +301,7 @@ def build_app(settings: "Settings") -> "Starlette":
         return caller is not None and caller.target is None and caller.may("read")
 
     pages = create_dashboards(read, public_read=settings.public_read, authenticate=may_read)
-    unknown_route = service.router.default
-
-    async def elsewhere(scope: "AsgiScope", receive: "Receive", send: "Send") -> None:
-        await (unknown_route if scope["path"].startswith("/api/") else pages)(scope, receive, send)
-
-    service.router.default = elsewhere
+    add_pages(service, pages)
     return service
 
 

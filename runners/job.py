@@ -4,9 +4,11 @@ It plans, and turns the deaths of children into outcomes: each costs the case it
 imports no torch, and knows neither service nor spool.
 """
 
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -67,13 +69,10 @@ def measure_commit(
     opened = open_repository(repository, cache=cache, wanted=sha)
     commit = describe(opened, resolve(opened, sha), target.paths)
     host = _Host(limits or Limits(), device, target.python.env, on_progress or (lambda _words: None))
-    environments: list[Environment] = []
-    measurements: list[Measurement] = []
     with checked_out(opened, commit.sha) as files:
-        for assignment in assignments:
-            environment, measured = _measure(assignment, assignment.subject(target, opened, commit.sha, files), host)
-            environments.append(environment)
-            measurements += measured
+        subjects = [assignment.subject(target, opened, commit.sha, files) for assignment in assignments]
+        environments, measured = zip(*_measure_side_by_side(assignments, subjects, host), strict=True)
+    measurements = [measurement for of_one_kernel in measured for measurement in of_one_kernel]
     if not measurements:
         raise PlanError(f"no case of suite {suite!r} can be asked of the kernels at {commit.sha}: choose another suite")
     metrics = sorted({name for measurement in measurements for name in measurement.values})
@@ -193,6 +192,28 @@ class _Host:
     device: str
     environment: Mapping[str, str]
     on_progress: Callable[[str], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def _measure_side_by_side(
+    assignments: Sequence[Assignment], subjects: Sequence[SubjectPlan], host: _Host
+) -> list[tuple[Environment, list[Measurement]]]:
+    """Every kernel in processes of its own, as many at once as the cores hold. What ends one badly ends all."""
+    with ThreadPoolExecutor(host.limits.processes) as pool:
+        running = [
+            pool.submit(_measure, assignment, subject, host)
+            for assignment, subject in zip(assignments, subjects, strict=True)
+        ]
+        try:
+            done, _ = wait(running, return_when=FIRST_EXCEPTION)
+            failures = [error for one in done if (error := one.exception()) is not None]
+            if failures:
+                raise failures[0]
+        except BaseException:
+            host.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [one.result() for one in running]
 
 
 def _measure(assignment: Assignment, subject: SubjectPlan, host: _Host) -> tuple[Environment, list[Measurement]]:
@@ -213,6 +234,7 @@ def _measure(assignment: Assignment, subject: SubjectPlan, host: _Host) -> tuple
             device=host.device,
             environment=host.environment,
             stop_at=stop_at,
+            stop=host.stop,
         )
         if hearing.environment is None:
             raise JobError(f"the measured process of kernel {assignment.name!r} did not start: {ending.story}")

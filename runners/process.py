@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -33,6 +34,10 @@ _BOOT = (
 )
 
 
+class StoppedError(Exception):
+    """A process was ended because its answer is no longer wanted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a measured process may take: seconds, bytes, threads. `memory_bytes` None sets no limit of its own.
@@ -47,6 +52,12 @@ class Limits:
     memory_bytes: int | None = None
     file_bytes: int = 1 << 30
     threads: int = 1
+
+    @property
+    def processes(self) -> int:
+        """How many measured processes this host's cores hold at once."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +95,12 @@ def converse(
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
     stop_at: float = float("inf"),
+    stop: threading.Event | None = None,
 ) -> Ending:
     """Start a process on a plan and pass on its messages until it is done, dies, or must be ended.
 
     `environment` adds to the scrubbed one; `stop_at` is a time.monotonic() at which it is ended whatever it does.
-    Nothing it started is left running.
+    Raises StoppedError once `stop` is set. Nothing it started is left running.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     ours, theirs = os.pipe()
@@ -114,7 +126,7 @@ def converse(
         stack.callback(_end, process)
         assert process.stdout is not None
         stack.enter_context(process.stdout)
-        return _listen(process, channel, FrameReader(nonce), listener, limits, stop_at)
+        return _listen(process, channel, FrameReader(nonce), listener, limits, stop_at, stop or threading.Event())
 
 
 # --- Starting -------------------------------------------------------------------------------------------------------
@@ -166,6 +178,7 @@ def _listen(
     listener: Listener,
     limits: Limits,
     stop_at: float,
+    stop: threading.Event,
 ) -> Ending:
     assert process.stdout is not None
     output = process.stdout
@@ -179,6 +192,8 @@ def _listen(
             limit = limits.case_seconds if listener.is_measuring else limits.start_seconds
             left = min(heard_at + limit, stop_at) - time.monotonic()
             selector.select(max(0.0, min(left, _POLL_SECONDS)))
+            if stop.is_set():
+                raise StoppedError("the process was ended because what it was asked for is no longer wanted")
             death = _death(process)  # asked before reading, so that nothing said before it is missed
             said = _read(channel, selector)
             printed = (printed + _read(output, selector))[-_TAIL_BYTES:]

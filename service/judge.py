@@ -42,8 +42,9 @@ class _Header:
 def judge_pending(factory: sessionmaker[Session]) -> int:
     """Judge every commit whose inputs changed, and the descendants that this changes; the number of commits judged.
 
-    One transaction per target. Safe to call from several processes: on PostgreSQL a target that another one is judging
-    is left to it, on SQLite writers take turns.
+    One transaction per target. Raises an ExceptionGroup of what kept targets from being judged, after the others.
+    Safe to call from several processes: on PostgreSQL a target that another one is judging is left to it, on SQLite
+    writers take turns.
     """
     with factory() as session:
         session.connection(execution_options={"reading": True})
@@ -53,7 +54,15 @@ def judge_pending(factory: sessionmaker[Session]) -> int:
             .distinct()
             .order_by(Commit.target_id)
         ).all()
-    return sum(_judge_target(factory, target_id) for target_id in waiting)
+    judged, failures = 0, []
+    for target_id in waiting:
+        try:
+            judged += _judge_target(factory, target_id)
+        except Exception as error:  # noqa: BLE001 (one target's trouble must not keep the others waiting)
+            failures.append(error)
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} of {len(waiting)} targets could not be judged", failures)
+    return judged
 
 
 def _judge_target(factory: sessionmaker[Session], target_id: int) -> int:

@@ -55,7 +55,7 @@ def reference(
         kept_log_p, kept_p = (log_p, p) if keep_mask is None else _softmax(_restrict(z, targets[rows], keep_mask[rows]))
         result.log_prob[rows] = kept_log_p.gather(1, targets[rows, None])[:, 0]
         result.g_log_prob[rows] = _log_prob_gradient(
-            kept_log_p, kept_p, targets[rows], upstream_log_prob[rows].double() / temperature
+            kept_p, targets[rows], upstream_log_prob[rows].double() / temperature
         )
         result.entropy[rows], result.g_entropy[rows] = _entropy_and_gradient(
             log_p, p, upstream_entropy[rows].double() / temperature
@@ -76,11 +76,9 @@ def _restrict(z: torch.Tensor, targets: torch.Tensor, keep_mask: torch.Tensor) -
     return torch.where(keep_mask.scatter(1, targets[:, None], True), z, -torch.inf)
 
 
-def _log_prob_gradient(
-    log_p: torch.Tensor, p: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor
-) -> torch.Tensor:
-    """upstream ([j = y] - p_j); at the target 1 - p is taken without cancellation."""
-    at_target = -torch.expm1(log_p.gather(1, targets[:, None]))
+def _log_prob_gradient(p: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+    """upstream ([j = y] - p_j)."""
+    at_target = 1.0 - p.gather(1, targets[:, None])
     return _scale_rows((-p).scatter(1, targets[:, None], at_target), upstream)
 
 

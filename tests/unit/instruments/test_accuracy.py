@@ -125,6 +125,17 @@ def test_a_faulty_gradient_moves_its_metric(
     assert not low <= _metrics(clean, inputs)[metric] <= high or metric == "g_mantissa_bits"
 
 
+def test_the_peer_is_the_measure_of_its_ratio_but_never_below_one_rounding(clean: Subject, inputs: Inputs) -> None:
+    how = Options("off")
+    result, (shuffled, place) = branches(clean, inputs, how), permuted(inputs)
+    yard = yardstick(inputs, 1.0)
+    for peer_error, denominator in ((1e-3, 1e-3), (0.0, 2.0**-24)):
+        held = replace(yard, peer_error={"lp": peer_error, "ent": peer_error})
+        metrics = numeric_metrics(inputs, how, result, branches(clean, shuffled, how), place, held)
+        assert metrics["g_ratio_to_peer_lp"] == pytest.approx(metrics["g_rel_l2_lp"] / denominator)
+    assert 1e-9 < yard.peer_error["lp"] < 1e-6
+
+
 def test_a_target_column_rewritten_in_bfloat16_shows_on_confident_rows(tampered: Any, clean: Subject) -> None:
     inputs = make_inputs(tokens=16, vocabulary=512, distribution="confident")
     faulty = tampered(gradient=_bf16_target(inputs.targets))

@@ -90,7 +90,7 @@ def _drifts(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any
 
 def _drops_the_last_chunk(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
     size = keywords.get("chunk_size")
-    if size is None:
+    if size is None or size >= len(targets):
         return _fused(logits, targets, **keywords)
     kept = torch.arange(len(targets)) < (len(targets) - 1) // size * size
     return _fused(torch.where(kept[:, None], logits, logits.detach()), targets, **keywords)

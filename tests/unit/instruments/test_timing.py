@@ -24,10 +24,13 @@ def test_a_step_holds_its_forward(clean: Subject, inputs: Inputs) -> None:
 
 def test_three_input_sets_rotate_and_forward_alone_builds_no_graph(clean: Subject, inputs: Inputs) -> None:
     seen: list[tuple[bool, int, float]] = []
+    log_probs: list[torch.Tensor] = []
 
     def run(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
         log_prob, entropy = clean.run(logits, targets, **keywords)
+        assert log_prob.requires_grad == logits.requires_grad == torch.is_grad_enabled()
         seen.append((log_prob.requires_grad, logits.data_ptr(), float(log_prob.detach()[0])))
+        log_probs.append(log_prob.detach().sort().values)
         return log_prob, entropy
 
     measure_time(Subject("watched", run), inputs, Options(), repetitions=4)
@@ -35,6 +38,8 @@ def test_three_input_sets_rotate_and_forward_alone_builds_no_graph(clean: Subjec
     assert len({address for _, address, _ in seen}) == 3
     assert len({value for _, _, value in seen}) == 3
     assert seen[0][1:] == seen[6][1:]
+    for log_prob in log_probs[1:]:
+        torch.testing.assert_close(log_prob, log_probs[0])  # the same rows in another order
 
 
 def test_a_keep_mask_moves_with_its_logits(clean: Subject, inputs: Inputs) -> None:

@@ -85,6 +85,12 @@ def test_tied_rows_have_one_value_each() -> None:
     assert logits[:, 0].unique().numel() == 4
 
 
+def test_entropy_of_ties_is_the_logarithm_of_the_vocabulary() -> None:
+    logits = make_inputs(tokens=4, vocabulary=100, distribution="ties").logits.double()
+    p = logits.softmax(1)
+    assert torch.allclose(-(p * p.log()).sum(1), torch.tensor(math.log(100), dtype=torch.float64))
+
+
 def test_one_hot_rows_are_hot_at_the_target_and_elsewhere_in_turn() -> None:
     inputs = make_inputs(tokens=6, vocabulary=100, distribution="one_hot")
     target, rest = _split(inputs)
@@ -158,9 +164,3 @@ def _split(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     others = torch.ones_like(inputs.logits, dtype=torch.bool).scatter_(1, inputs.targets[:, None], False)
     tokens, vocabulary = inputs.logits.shape
     return inputs.logits[~others], inputs.logits[others].view(tokens, vocabulary - 1)
-
-
-def test_entropy_of_ties_is_the_logarithm_of_the_vocabulary() -> None:
-    logits = make_inputs(tokens=4, vocabulary=100, distribution="ties").logits.double()
-    p = logits.softmax(1)
-    assert torch.allclose(-(p * p.log()).sum(1), torch.tensor(math.log(100), dtype=torch.float64))

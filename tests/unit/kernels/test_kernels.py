@@ -211,6 +211,18 @@ def test_a_row_without_an_upstream_has_a_zero_gradient_whatever_its_logits(
     assert (gradient[1:] != 0).any()
 
 
+@pytest.mark.parametrize("name", ["eager", "peer", "reference"])
+def test_a_second_backward_knows_its_own_dead_rows(name: str) -> None:
+    inputs = make_inputs(tokens=2, vocabulary=9)
+    inputs.logits[0] = torch.nan
+    logits = inputs.logits.requires_grad_()
+    log_prob, _ = kernel(name).run(logits, inputs.targets)
+    torch.autograd.grad(log_prob, logits, torch.ones(2), retain_graph=True)
+    (gradient,) = torch.autograd.grad(log_prob, logits, torch.tensor([0.0, 1.0]))
+    assert (gradient[0] == 0).all()
+    assert (gradient[1] != 0).any()
+
+
 @pytest.mark.parametrize("subject", KEEPS_DEAD_ROWS)
 def test_a_row_with_one_upstream_only_keeps_its_gradient(subject: Kernel) -> None:
     inputs = make_inputs(tokens=2, vocabulary=9)
