@@ -33,14 +33,22 @@ class Rule(StrEnum):
 
 
 class Family(StrEnum):
-    """What a finding is about, in the word a person would use; series of one family form one finding."""
+    """What a finding is about, in the word a person would use; series of one family form one finding.
 
-    MEMORY = "memory"
-    WORK = "work"
-    COMMUNICATION = "communication"
-    PRECISION = "precision"
+    The most serious first.
+    """
+
     CONTRACT = "contract"
+    PRECISION = "precision"
+    MEMORY = "memory"
+    COMMUNICATION = "communication"
+    WORK = "work"
     TIME = "time"
+
+    @property
+    def rank(self) -> int:
+        """0 for the most serious."""
+        return list(Family).index(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +183,8 @@ METRICS: tuple[Metric, ...] = (
     # Numeric: against the float64 oracle on the same rounded inputs.
     _error(20, "lp_abs_max", "nat", "worst log-prob error", Rule.ERROR_MAX, "perm_delta_lp", "lp_scale"),
     _error(21, "ent_abs_max", "nat", "worst entropy error", Rule.ERROR_MAX, "perm_delta_ent", "ent_scale"),
-    _fact(22, "lp_scale", "nat", "largest finite |log-prob| of the oracle"),
-    _fact(23, "ent_scale", "nat", "largest finite |entropy| of the oracle"),
+    _fact(22, "lp_scale", "nat", "largest finite log-prob of the oracle, absolute"),
+    _fact(23, "ent_scale", "nat", "largest finite entropy of the oracle, absolute"),
     _fact(24, "perm_delta_lp", "nat", "reorder noise of the log-prob: worst change, vocabulary permuted"),
     _fact(25, "perm_delta_ent", "nat", "reorder noise of the entropy: worst change, vocabulary permuted"),
     _error(

@@ -12,7 +12,7 @@ from sqlalchemy import Row, Select, and_, func, select
 from sqlalchemy.orm import Session, aliased
 
 from service import models
-from service.catalogue import BY_NAME, MetricClass
+from service.catalogue import BY_NAME, Family, MetricClass
 from service.detection.level_sets import segment
 from service.detection.rules import RULE_VERSION
 from service.errors import Conflict, NotFound
@@ -451,7 +451,7 @@ def verdict(session: Session, target: str, sha: str) -> VerdictView:
         baseline_distance=stored.baseline_distance,
         inherited_from=row.source_sha,
         counts=stored.counts,
-        findings=tuple(sorted(own, key=lambda view: (view.direction != "regress", view.kernel, view.family))),
+        findings=tuple(sorted(own, key=_severity)),
         inherited=tuple(by_key[key] for key in document["inherited"] if key in by_key),
         recovered=tuple(by_key[key] for key in document["recovered"] if key in by_key),
         undecided=tuple(affected(item) for item in document["undecided"]),
@@ -459,6 +459,11 @@ def verdict(session: Session, target: str, sha: str) -> VerdictView:
         judged_at=stored.judged_at,
         notices=tuple(affected(item) for item in document["notices"]),
     )
+
+
+def _severity(view: FindingView) -> tuple[bool, int, str]:
+    """Sorts the most serious first."""
+    return view.direction != "regress", Family(view.family).rank, view.kernel
 
 
 def missing_verdict(target: str, sha: str, reason: str) -> VerdictView:

@@ -5,7 +5,7 @@ service's database nor its libraries.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -84,15 +84,11 @@ def markdown(verdict: Verdict, *, link: str | None = None, limit: int = MARKDOWN
             *([f"[Full verdict]({link})"] if link else []),
         ]
     )
-    sections = [*map(_markdown_finding, _by_severity(verdict["findings"]))]
+    sections = [*map(_markdown_finding, verdict["findings"])]
     sections += [f"- inherited: {_escape(finding['sentence'])}" for finding in verdict["inherited"]]
     sections += [f"- recovered: {_escape(finding['sentence'])}" for finding in verdict["recovered"]]
     sections += [f"- {step['state']}: {_escape(_step(step))}" for step in verdict["undecided"]]
     return _fit(head, sections, limit)
-
-
-def _by_severity(findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return sorted(findings, key=lambda finding: (finding["direction"] != "regress", -len(finding["affected"])))
 
 
 def _markdown_finding(finding: Mapping[str, Any]) -> str:

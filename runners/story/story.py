@@ -39,7 +39,7 @@ paths = ["lossfn"]
 suite = "demo"
 
 [[kernels]]
-name = "log_prob"
+name = "fused"
 entry = "lossfn.log_prob:log_probs_and_entropy"
 returns = ["log_prob", "entropy"]
 control = "legacy"

@@ -52,16 +52,22 @@ class Cluster:
 def cluster(
     changes: Sequence[Change], measured: Mapping[str, Mapping[str, Mapping[str, Any]]], sha: str
 ) -> tuple[Cluster, ...]:
-    """One cluster per kernel, family and direction. `measured`: kernel -> case id -> parameters of all its cases."""
+    """One cluster per kernel, family and direction, the most serious first. `measured`: kernel -> case id -> parameters
+    of all its cases.
+    """
     groups: dict[tuple[str, Family, State], list[Change]] = {}
     for change in changes:
         groups.setdefault((change.kernel, BY_NAME[change.metric].family, change.state), []).append(change)
     clusters = []
-    for (kernel, family, direction), members in sorted(groups.items()):
+    for (kernel, family, direction), members in groups.items():
         ranked = tuple(sorted(members, key=_rank))
         sentence = f"{_what(ranked)} {_where(ranked, measured[kernel])}, at {sha[:7]}"
         clusters.append(Cluster(kernel, family, direction, sentence, ranked))
-    return tuple(clusters)
+    return tuple(sorted(clusters, key=_severity))
+
+
+def _severity(one: Cluster) -> tuple[bool, int, str]:
+    return one.direction is not State.REGRESS, one.family.rank, one.kernel
 
 
 def metric_place(metric: str) -> int:

@@ -57,6 +57,9 @@ def judge_commit(before: Levels, observations: Sequence[Observation], sha: str) 
     return Judgement(after, tuple(comparisons))
 
 
+Unknown = tuple[str, State]
+
+
 def _by_series_and_device(observations: Sequence[Observation]) -> Iterator[list[Observation]]:
     groups: dict[tuple[int, str], list[Observation]] = {}
     for observation in observations:
@@ -83,35 +86,38 @@ def _judge_series(
                 continue
             metric = BY_NAME[name]
             facts = Circumstances(_floor(metric, levels, one), sha, correct, repeatable)
-            elsewhere = name not in levels and _elsewhere(metric, before, one)
-            step = _decide(metric, levels.get(name), reading, facts, elsewhere=elsewhere)
+            step = _decide(metric, levels.get(name), reading, facts, unknown=_unknown(metric, before, one))
             levels[name] = step.level
             yield Comparison(one.series, name, one.segment, one.device, reading, step)
         levels.update(_facts(levels, one, correct=correct))
         after[one.segment] = levels
 
 
-def _decide(metric: Metric, level: Level | None, reading: Reading, facts: Circumstances, *, elsewhere: bool) -> Step:
+def _decide(metric: Metric, level: Level | None, reading: Reading, facts: Circumstances, *, unknown: Unknown) -> Step:
     if metric.name in ENDINGS and worst(metric, reading) == 0:
         if level is None or not level.measured:
             return start(metric, reading, "", State.INVALID)
         if not level.opened and level.accepted == 0:
             return Step(level, State.INVALID, before=0.0, after=0.0, reason=reading.note)
-    if level is None and elsewhere:
-        return start(
-            metric, reading, "measured before, but in another environment or on other inputs", State.INCOMPARABLE
-        )
     if level is None:
-        return start(metric, reading, "first measurement")
+        return start(metric, reading, *unknown)
     if not level.measured:
         return resume(metric, level, reading, facts.floor)
     return advance(metric, level, reading, facts)
 
 
-def _elsewhere(metric: Metric, before: Mapping[str, Mapping[str, Level]], one: Observation) -> bool:
-    """Is the metric known in another segment of the same device class?"""
+def _unknown(metric: Metric, before: Mapping[str, Mapping[str, Level]], one: Observation) -> Unknown:
+    """What to say of a metric that has no level in its segment.
+
+    A check that holds is as good as it can be: where only the check is new, not the case, it needs no baseline. So a
+    commit that adds an argument passes the checks that come with it.
+    """
     own = device_class(one.segment)
-    return any(metric.name in levels for segment, levels in before.items() if device_class(segment) == own)
+    if any(metric.name in levels for segment, levels in before.items() if device_class(segment) == own):
+        return "measured before, but in another environment or on other inputs", State.INCOMPARABLE
+    if metric.rule is Rule.CHECK and before.get(one.segment) and worst(metric, one.readings[metric.name]) == 1:
+        return "a check that holds needs no baseline", State.PASS
+    return "first measurement", State.NO_BASELINE
 
 
 def _is_correct(levels: Mapping[str, Level], one: Observation) -> bool:

@@ -430,5 +430,5 @@ def test_a_story_commit_is_measured_for_real(world: World, tmp_path: Path) -> No
     assert daemon.run(world.settings, once=True) == 0
     rows = world.admin.get(f"/targets/{target.name}/commits/{story[-1].sha}/measurements")["items"]
     assert [row["outcome"] for row in rows] == ["ok"] * 2 * case_count
-    broken = [row for row in rows if row["kernel"] == "log_prob" and 0.0 in row["samples"]["mask_target_kept"]]
+    broken = [row for row in rows if row["kernel"] == "fused" and 0.0 in row["samples"]["mask_target_kept"]]
     assert len(broken) == case_count

@@ -83,14 +83,14 @@ def test_bytes_that_look_equal_in_units_are_told_in_bytes() -> None:
     assert "2,097,152 bytes -> 2,102,000 bytes" in found
 
 
-def test_families_kernels_and_directions_are_findings_of_their_own() -> None:
+def test_families_kernels_and_directions_are_findings_of_their_own_the_most_serious_first() -> None:
     changes = [change(), change(metric="operations"), change(state=State.IMPROVE), change(kernel="online")]
     found = cluster(changes, {"fused": CASES, "online": CASES}, SHA)
     assert [(item.kernel, str(item.family), str(item.direction)) for item in found] == [
-        ("fused", "memory", "improve"),
         ("fused", "memory", "regress"),
-        ("fused", "work", "regress"),
         ("online", "memory", "regress"),
+        ("fused", "work", "regress"),
+        ("fused", "memory", "improve"),
     ]
 
 

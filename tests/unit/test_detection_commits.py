@@ -91,6 +91,13 @@ def test_a_metric_that_vanishes_is_missing_once() -> None:
     assert states(back)["step_peak_bytes"] == "no-baseline"
 
 
+def test_a_check_that_is_new_to_a_known_case_needs_no_baseline_if_it_holds() -> None:
+    known = {"step_peak_bytes": 1e6}
+    assert states(fold(known, known | {"entropy_requires_grad": 1.0}))["entropy_requires_grad"] == "pass"
+    assert states(fold(known, known | {"entropy_requires_grad": 0.0}))["entropy_requires_grad"] == "no-baseline"
+    assert states(fold({"entropy_requires_grad": 1.0}))["entropy_requires_grad"] == "no-baseline"
+
+
 def test_what_was_measured_in_another_environment_alone_is_incomparable() -> None:
     before = judge_commit({}, [observe({"operations": 5.0})], SHA).levels
     judgement = judge_commit(before, [observe({"operations": 9.0}, segment="cpu/2")], SHA)

@@ -82,7 +82,7 @@ def test_text_says_how_much_it_leaves_out() -> None:
 
 
 def test_a_long_comment_is_cut_by_severity_and_counts_what_it_leaves_out() -> None:
-    findings = [finding(direction="improve", sentence="better " * 40), *[finding(affected=[step()] * 10)] * 99]
+    findings = [*[finding(affected=[step()] * 10)] * 99, finding(direction="improve", sentence="better " * 40)]
     shown = markdown(verdict(findings=findings, undecided=[step(state="missing")] * 2000), link="https://example.org/v")
     assert len(shown) <= MARKDOWN_LIMIT
     assert "https://example.org/v" in shown
@@ -90,8 +90,8 @@ def test_a_long_comment_is_cut_by_severity_and_counts_what_it_leaves_out() -> No
     assert "more left out for length" in shown
 
 
-def test_a_short_comment_is_whole_with_regressions_first() -> None:
-    findings = [finding(direction="improve", sentence="less memory"), finding(sentence="more memory")]
+def test_a_short_comment_is_whole_in_the_order_of_the_verdict() -> None:
+    findings = [finding(sentence="more memory"), finding(direction="improve", sentence="less memory")]
     shown = markdown(verdict(findings=findings))
     assert shown.index("more memory") < shown.index("less memory")
     assert "left out" not in shown
