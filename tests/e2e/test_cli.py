@@ -129,7 +129,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     program.keep_alive()
     try:
         url = f"http://127.0.0.1:{port}"
-        httpx.Client(transport=httpx.HTTPTransport(retries=8)).get(f"{url}/api/v1/health").raise_for_status()
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+            client.get(f"{url}/api/v1/health").raise_for_status()
         yield Service(url, tokens)
     finally:
         program.stop()
