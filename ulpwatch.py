@@ -4,6 +4,7 @@ it.
 
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -166,6 +167,26 @@ def replay(
 
 
 @app.command()
+def selftest(
+    fault: Annotated[list[str] | None, typer.Option("--fault", help="Only this seeded fault; repeatable.")] = None,
+) -> None:
+    """Measure and judge seeded faults of the built-in kernel `fused`. Exits 1 if one is missed or falsely flagged."""
+    from runners.selftest import TARGET, Finding, chosen, report
+    from runners.selftest import measure as measure_faults
+    from service.offline import judge_history, regressed_metrics
+
+    with _told_plainly():
+        measured = measure_faults(chosen(fault or ()), on_progress=_progress, limits=_limits(_runner_settings()))
+        verdicts = judge_history(TARGET, measured.commits, measured.results)
+    findings = [
+        Finding(fault, verdict.state, regressed_metrics(verdict))
+        for fault, verdict in zip(measured.faults, verdicts, strict=True)
+    ]
+    typer.echo(report(findings))
+    raise typer.Exit(0 if all(finding.as_wanted for finding in findings) else 1)
+
+
+@app.command()
 def demo(
     directory: Annotated[Path, typer.Option("--directory", help="Where it keeps everything.")] = Path(".ulpwatch/demo"),
     port: Annotated[int, typer.Option("--port", help="The dashboard's port; another is taken if it is in use.")] = 8751,
@@ -245,8 +266,8 @@ def job_add(
     head: Annotated[bool, typer.Option("--head", help="The last commit is the head of the target's branch.")] = False,
 ) -> None:
     """Tell the service of commits and ask for each that changes a watched path to be measured (ci token)."""
+    from runners.checkout import changing_watched_paths, describe, open_repository
     from runners.checkout import commits as commits_of
-    from runners.checkout import describe, open_repository
     from service.wire import JobRequest
 
     with _told_plainly(), _client() as client:
@@ -254,8 +275,7 @@ def job_add(
         opened = open_repository(repo or loaded.repository, cache=_runner_settings().cache)
         commits = [describe(opened, sha, loaded.paths) for sha in commits_of(opened, span)]
         client.post_commits(loaded.name, commits, head_of=loaded.branch if head else None)
-        digests = {commit.sha: commit.watched_digest for commit in commits}
-        changed = [commit for commit in commits if commit.watched_digest not in map(digests.get, commit.parents)]
+        changed = changing_watched_paths(commits)
         for commit in changed:
             client.enqueue(JobRequest(target=loaded.name, commit=commit.sha, device_class=device.value))
     typer.echo(f"{len(commits)} commits told, {len(changed)} to be measured")
@@ -440,8 +460,12 @@ def _answer(verdict: Mapping[str, Any], form: Format, *, link: str | None = None
 
 
 def main() -> None:
-    """The entry point of the `ulpwatch` command."""
-    app()
+    """The entry point of the `ulpwatch` command. A failure of ours exits 2: 1 is kept for a regression."""
+    try:
+        app()
+    except Exception:  # noqa: BLE001 (whatever it is, it is no verdict)
+        traceback.print_exc()
+        raise SystemExit(UNDECIDED) from None
 
 
 if __name__ == "__main__":

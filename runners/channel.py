@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from runners.kernels.faults import Edit
 from service.wire import Case, TargetKernel
 
 NONCE_BYTES = 16
@@ -27,13 +28,15 @@ class GarbageError(Exception):
 class SubjectPlan(BaseModel):
     """What to measure: a built-in kernel by name, or a target's kernel in the files of a commit.
 
-    `path` holds directories for sys.path, `omittable` the arguments that this commit's function may lack, and
-    `missing` sentences about required distributions that are not installed.
+    `edits` makes a mutant of a built-in kernel (runners.kernels.faults). `path` holds directories for sys.path,
+    `omittable` the arguments that this commit's function may lack, and `missing` sentences about required
+    distributions that are not installed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     built_in: str | None = None
+    edits: list[Edit] = Field(default_factory=list)
     kernel: TargetKernel | None = None
     files: str = ""
     path: list[str] = Field(default_factory=list)

@@ -141,8 +141,20 @@ def describe(repository: Repository, sha: str, paths: Sequence[str]) -> Commit:
         author=author[:200],
         subject=subject[:500],
         committed_at=datetime.fromtimestamp(int(committed), UTC),
-        watched_digest=hashlib.sha256(watched).hexdigest(),
+        watched_digest=hashlib.sha256(watched).hexdigest() if watched else None,
     )
+
+
+def changing_watched_paths(commits: Sequence[Commit]) -> list[Commit]:
+    """Those of `commits` that have to be measured: their watched paths equal those of no parent among them. A commit
+    that holds none of the watched paths inherits from nobody.
+    """
+    digests = {commit.sha: commit.watched_digest for commit in commits}
+    return [
+        commit
+        for commit in commits
+        if commit.watched_digest is None or commit.watched_digest not in map(digests.get, commit.parents)
+    ]
 
 
 @contextmanager

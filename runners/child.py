@@ -24,6 +24,7 @@ from runners.channel import Plan, SubjectPlan, printable, write_message
 from runners.instruments.fingerprint import environment
 from runners.instruments.measure import measure_case
 from runners.instruments.subject import Subject
+from runners.kernels.faults.mutation import mutated
 from runners.kernels.registry import kernel
 from runners.targets import needed_arguments
 from service.wire import Case, Measurement
@@ -84,6 +85,8 @@ def _prepare(subject: SubjectPlan, device: str) -> tuple[Bound, dist.ProcessGrou
         found = kernel(subject.built_in)
         if found.missing is not None:
             raise UnmeasurableError(found.missing)
+        if subject.edits:
+            found = mutated(found, subject.edits)
         return Bound(Subject(found.name, found.run, contract=found.contract, device=device)), None
     assert subject.kernel is not None
     group = _world() if subject.process_group or subject.megatron else None

@@ -6,7 +6,7 @@ imports no torch, and knows neither service nor spool.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from runners.channel import GarbageError, SubjectPlan, printable
 from runners.checkout import CheckoutError, Repository, checked_out, describe, is_ancestor, open_repository, resolve
+from runners.kernels.faults import Edit
 from runners.process import Ending, Limits, converse
 from runners.suites import SUITES
 from runners.suites import suite as cases_of
@@ -25,7 +26,7 @@ from runners.targets import fitting_cases, missing_requirements
 from service.catalogue import BY_NAME
 from service.wire import Case, Environment, Measurement, Outcome, Result, Target, TargetKernel
 
-__all__ = ["JobError", "Limits", "PlanError", "measure_commit"]
+__all__ = ["JobError", "Limits", "PlanError", "measure_commit", "measure_mutants", "units_of"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Role = Literal["kernel", "control"]
@@ -75,7 +76,6 @@ def measure_commit(
     measurements = [measurement for of_one_kernel in measured for measurement in of_one_kernel]
     if not measurements:
         raise PlanError(f"no case of suite {suite!r} can be asked of the kernels at {commit.sha}: choose another suite")
-    metrics = sorted({name for measurement in measurements for name in measurement.values})
     return Result(
         attempt=attempt,
         job=job_id,
@@ -85,9 +85,32 @@ def measure_commit(
         environment=environments[0],
         started_at=started_at,
         finished_at=datetime.now(UTC),
-        units={name: BY_NAME[name].unit for name in metrics},
+        units=units_of(measurements),
         measurements=measurements,
     )
+
+
+def measure_mutants(
+    kernel: str,
+    mutants: Sequence[Sequence[Edit]],
+    cases: Sequence[Case],
+    *,
+    on_progress: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
+) -> list[tuple[Environment, list[Measurement]]]:
+    """Measure a built-in kernel on the CPU once for each list of edits to its source, as the kernel of a target; an
+    empty list measures it as it is. Raises JobError if no process could be started.
+    """
+    assignments = [Assignment(kernel, "kernel", None, list(cases)) for _ in mutants]
+    subjects = [SubjectPlan(built_in=kernel, edits=list(edits)) for edits in mutants]
+    host = _Host(limits or Limits(), "cpu", {}, on_progress or (lambda _words: None))
+    return _measure_side_by_side(assignments, subjects, host)
+
+
+def units_of(measurements: Iterable[Measurement]) -> dict[str, str]:
+    """The unit of every metric that occurs, as a result names them."""
+    metrics = sorted({name for measurement in measurements for name in measurement.values})
+    return {name: BY_NAME[name].unit for name in metrics}
 
 
 # --- Planning -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
+from runners.checkout import changing_watched_paths, describe, open_repository
 from runners.checkout import commits as commits_of
-from runners.checkout import describe, open_repository
 from runners.job import Limits, measure_commit
 from service.wire import Commit, Result, Target
 
@@ -40,8 +40,7 @@ def measure_range(
     """
     opened = open_repository(repository, cache=cache)
     commits = [describe(opened, sha, target.paths) for sha in commits_of(opened, span)]
-    digests = {commit.sha: commit.watched_digest for commit in commits}
-    measured = [commit for commit in commits if commit.watched_digest not in map(digests.get, commit.parents)]
+    measured = changing_watched_paths(commits)
     results = []
     for number, commit in enumerate(measured, start=1):
         kept = keep / f"{commit.sha}-{suite or target.suite}.json" if keep else None

@@ -38,6 +38,16 @@ SUITES: dict[str, tuple[Case, ...]] = {
         *_variants(7, 4096),
         *_variants(64, 32768),
     ),
+    # The fewest and smallest cases on which every seeded fault shows (runners/kernels/faults/table.py): an odd
+    # vocabulary, a first row without upstream gradient, a likely target, a mask, several chunks, each entropy mode.
+    "selftest": (
+        Case(tokens=16, vocabulary=1000, distribution="flat"),
+        Case(tokens=16, vocabulary=1024, distribution="confident"),
+        Case(tokens=16, vocabulary=1000, keep_mask=True, chunk_size=9),
+        Case(tokens=16, vocabulary=1000, keep_mask=True, entropy="value", distribution="ties"),
+        Case(tokens=16, vocabulary=1000, entropy="off", upstream="one_row"),
+        Case(tokens=16, vocabulary=1000, dtype="bfloat16", distribution="bf16_exact"),
+    ),
 }
 
 

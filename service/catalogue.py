@@ -234,6 +234,8 @@ METRICS: tuple[Metric, ...] = (
         Rule.ERROR_RMS,
         "perm_delta_g_lp",
     ),
+    _fact(35, "logits_abs_max", "1", "largest finite logit over the temperature, absolute"),
+    _fact(36, "peer_tgt_rel_max", "1", "the plain fp32 form's g_tgt_rel_max"),
     *_gradient(40, "lp", "log-prob"),
     *_gradient(50, "ent", "entropy"),
     # Timing: raw samples; informational until paired confirmation exists.
@@ -263,6 +265,7 @@ METRICS: tuple[Metric, ...] = (
     _check(106, "result_dtype", "outputs are float32 and the gradient has the logits' dtype"),
     _check(107, "zero_upstream", "a row without an upstream gradient gets an exactly zero gradient"),
     _check(108, "result_shape", "outputs have the shapes that the target declares"),
+    _check(109, "within_gates", "errors lie within the absolute gates of the declared contract"),
 )
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}

@@ -210,17 +210,21 @@ def _move_head(session: Session, target_id: int, name: str, head: str) -> None:
             f"commit {head} of branch {name!r} is unknown: post it with its branch",
             errors=[FieldError("body.head", "is no known commit")],
         )
-    _insert_new(session, Branch, Branch.id, {"target_id": target_id, "name": name, "head_sha": head})
+    row = {"target_id": target_id, "name": name, "head_sha": head}
+    is_first = _insert_new(session, Branch, Branch.id, row) is not None
     branch = session.scalars(
         select(Branch).where(Branch.target_id == target_id, Branch.name == name).with_for_update()
     ).one()
-    if branch.head_sha == head:
+    if branch.head_sha == head and not is_first:
         return
     parents = {
         row.sha: row.parents
         for row in session.execute(select(Commit.sha, Commit.parents).where(Commit.target_id == target_id))
     }
-    moved = sorted(_ancestry(parents, branch.head_sha) ^ _ancestry(parents, head))
+    if is_first:  # without a head every commit was taken to be on the branch
+        moved = sorted(parents.keys() - _ancestry(parents, head))
+    else:
+        moved = sorted(_ancestry(parents, branch.head_sha) ^ _ancestry(parents, head))
     branch.head_sha = head
     _bump(session, _commit_ids(session, target_id, moved))
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session, sessionmaker
@@ -16,7 +17,8 @@ from sqlalchemy.orm import Session, sessionmaker
 from service import queries
 from service.assessment import Assessment, assess, inherit, keys_in_force, plain
 from service.catalogue import BY_NAME, MetricClass
-from service.detection.commits import ENDINGS, Observation, judge_commit
+from service.detection.commits import ENDINGS, GATES, Observation, judge_commit
+from service.detection.gates import GateFacts, beyond_gates
 from service.detection.level_sets import Levels, dump, load, segment
 from service.detection.rules import RULE_VERSION, Reading
 from service.errors import NotFound
@@ -25,6 +27,9 @@ from service.history import Ancestor, nearest
 from service.models import Commit, Environment, LevelSet, Measurement, Run, Series, Target, Verdict
 from service.plans import History, Plan, load_history, planned, tips
 from service.samples import unpack
+
+# Checks that are read off other values here, and never taken from a runner.
+DERIVED = (*ENDINGS, GATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,7 @@ def _observations(session: Session, history: History, run_ids: Sequence[int]) ->
         .join(Series, Series.id == Measurement.series_id)
         .where(Measurement.run_id.in_(run_ids), Series.role == "kernel")
     ).all()
+    contracts = {kernel["name"]: kernel.get("contract") for kernel in history.definition.get("kernels", ())}
     pooled: dict[tuple[int, str], dict[str, list[Reading]]] = {}
     devices: dict[tuple[int, str], str] = {}
     for measurement, environment in rows:
@@ -185,17 +191,18 @@ def _observations(session: Session, history: History, run_ids: Sequence[int]) ->
         }
         for key in keys.values():
             devices[key] = min(environment.device, devices.get(key, environment.device))
-        for name, reading in _readings(measurement).items():
+        series = history.series[measurement.series_id]
+        for name, reading in _readings(measurement, series.case, contracts.get(series.kernel)).items():
             pooled.setdefault(keys[BY_NAME[name].metric_class], {}).setdefault(name, []).append(reading)
     return tuple(
         Observation(
-            series=series,
+            series=series_id,
             segment=where,
-            device=devices[series, where],
-            dtype=history.series[series].case["dtype"],
+            device=devices[series_id, where],
+            dtype=history.series[series_id].case["dtype"],
             readings={name: _pool(parts) for name, parts in readings.items()},
         )
-        for (series, where), readings in sorted(pooled.items())
+        for (series_id, where), readings in sorted(pooled.items())
     )
 
 
@@ -204,9 +211,11 @@ def _segment(measurement: Measurement, environment: Environment, metric_class: M
     return segment(environment.device_class, identity, metric_class, measurement.inputs_digest)
 
 
-def _readings(measurement: Measurement) -> dict[str, Reading]:
+def _readings(
+    measurement: Measurement, case: Mapping[str, Any], contract: Mapping[str, Any] | None
+) -> dict[str, Reading]:
     """The readings of one measurement. How it ended is read off the outcome; a case that did not end well has no other
-    values that could be trusted."""
+    values that could be trusted. A declared contract adds the check of its gates."""
     notes: Mapping[str, str] = measurement.notes or {}
     outcome = measurement.outcome
     ending = notes.get("outcome", "")
@@ -217,9 +226,28 @@ def _readings(measurement: Measurement) -> dict[str, Reading]:
         return readings
     samples, nonfinite = unpack(measurement.samples)
     for name in (*samples, *nonfinite):
-        if name not in ENDINGS and BY_NAME[name].metric_class is not MetricClass.TIMING:
+        if name not in DERIVED and BY_NAME[name].metric_class is not MetricClass.TIMING:
             readings[name] = Reading(samples.get(name, ()), name in nonfinite, notes.get(name, ""))
+    if contract:
+        readings |= _gated(samples, case, contract)
     return readings
+
+
+def _gated(
+    samples: Mapping[str, Sequence[float]], case: Mapping[str, Any], contract: Mapping[str, Any]
+) -> dict[str, Reading]:
+    """The check that errors lie within the gates of the kernel's declared contract, where anything is gated."""
+    worst = {name: max(values, key=abs) for name, values in samples.items()}
+    if "logits_abs_max" not in worst:
+        return {}
+    facts = GateFacts(
+        distribution=case["distribution"],
+        logits_abs_max=worst["logits_abs_max"],
+        vocabulary=case["vocabulary"],
+        peer_target_error=worst.get("peer_tgt_rel_max", 0.0),
+    )
+    over = beyond_gates(worst, facts, dtype=case["dtype"], gradient=contract.get("gradient", "float32"))
+    return {} if over is None else {GATES: Reading((float(not over),), note=over)}
 
 
 def _pool(readings: Sequence[Reading]) -> Reading:

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from service import queries
 from service.db import open_engine, session_factory, upgrade
+from service.detection.levels import State
 from service.ingest import ingest, register_commits, register_target
 from service.judge import judge_pending
 from service.wire import Commit, Result, Target, TargetKernel
@@ -32,6 +33,12 @@ def judge_history(target: Target, commits: Sequence[Commit], results: Sequence[R
         judge_pending(factory)
         with factory() as session:
             return [queries.verdict(session, target.name, commit.sha) for commit in commits]
+
+
+def regressed_metrics(verdict: queries.VerdictView) -> frozenset[str]:
+    """The metrics that a commit's own findings of direction regress are made of."""
+    regressions = [finding for finding in verdict.findings if finding.direction == str(State.REGRESS)]
+    return frozenset(affected.metric for finding in regressions for affected in finding.affected)
 
 
 def compare_results(baseline: Result, candidate: Result) -> queries.VerdictView:

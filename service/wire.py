@@ -206,6 +206,12 @@ class Commit(_Wire):
     committed_at: Moment
     watched_digest: Digest | None = None
 
+    @model_validator(mode="after")
+    def _parents_are_others(self) -> Self:
+        if self.sha in self.parents or len(set(self.parents)) != len(self.parents):
+            raise ValueError("parents: a commit is not its own parent, and has each parent once")
+        return self
+
 
 class Result(_Wire):
     """One attempt's measurements of one commit: the body of POST /api/v1/results, idempotent by `attempt`.

@@ -31,13 +31,15 @@ class Yardstick:
     """What every kernel is held against on one set of inputs.
 
     `legacy_gradient` is the legacy kernel's log-prob gradient rounded to bfloat16; `peer_error` the relative L2 error
-    of the plain fp32 form's gradient, by branch; `logit_scale` the largest finite |logit / temperature|.
+    of the plain fp32 form's gradient, by branch; `peer_target_error` its worst relative error at the target column;
+    `logit_scale` the largest finite |logit / temperature|.
     """
 
     oracle: Reference
     legacy_log_prob: torch.Tensor
     legacy_gradient: torch.Tensor
     peer_error: dict[Branch, float]
+    peer_target_error: float
     logit_scale: float
 
 
@@ -73,6 +75,7 @@ def yardstick(inputs: Inputs, temperature: float) -> Yardstick:
         "lp": (peer.g_log_prob, oracle.g_log_prob, inputs.upstream_log_prob),
         "ent": (peer.g_entropy, oracle.g_entropy, inputs.upstream_entropy),
     }
+    peer_at_target = _at_target(inputs, _or_zeros(peer.g_log_prob, inputs.logits))
     finite = inputs.logits.abs()[inputs.logits.isfinite()]
     return Yardstick(
         oracle=oracle,
@@ -82,6 +85,7 @@ def yardstick(inputs: Inputs, temperature: float) -> Yardstick:
             branch: _relative_l2(_row_sums(_or_zeros(gradient, inputs.logits), truth), upstream)
             for branch, (gradient, truth, upstream) in pairs.items()
         },
+        peer_target_error=_target_error(inputs, peer_at_target, oracle.g_log_prob, inputs.logits.dtype),
         logit_scale=float(finite.max()) / temperature if finite.numel() else 0.0,
     )
 
@@ -145,6 +149,8 @@ def numeric_metrics(
         )
         unexpected += _unexpected(g_entropy, oracle.g_entropy)
     metrics["nonfinite_unexpected"] = float(unexpected)
+    metrics["logits_abs_max"] = yard.logit_scale
+    metrics["peer_tgt_rel_max"] = yard.peer_target_error
     return metrics
 
 
@@ -240,16 +246,29 @@ def _target_metrics(
     inputs: Inputs, gradient: torch.Tensor, shuffled: torch.Tensor, place: torch.Tensor, oracle: torch.Tensor
 ) -> dict[str, float]:
     """Relative error and reorder noise of the log-prob gradient at the target column."""
-    floor = _FLOOR * inputs.upstream_log_prob.double().abs()
-    at_target = inputs.targets[:, None]
-    value = gradient.gather(1, at_target)[:, 0].double()
-    again = shuffled.gather(1, place[at_target])[:, 0].double()
-    truth = _rounded_once(oracle.gather(1, at_target)[:, 0], gradient.dtype)
-    denominator = truth.abs().maximum(floor)
+    value = _at_target(inputs, gradient)
+    again = shuffled.gather(1, place[inputs.targets[:, None]])[:, 0].double()
+    _, denominator = _target_truth(inputs, oracle, gradient.dtype)
     return {
-        "g_tgt_rel_max": _largest((value - truth).abs() / denominator, floor > 0),
-        "perm_delta_tgt": _largest((value - again).abs() / denominator, floor > 0),
+        "g_tgt_rel_max": _target_error(inputs, value, oracle, gradient.dtype),
+        "perm_delta_tgt": _largest((value - again).abs() / denominator, inputs.upstream_log_prob != 0),
     }
+
+
+def _target_error(inputs: Inputs, value: torch.Tensor, oracle: torch.Tensor, dtype: torch.dtype) -> float:
+    truth, denominator = _target_truth(inputs, oracle, dtype)
+    return _largest((value - truth).abs() / denominator, inputs.upstream_log_prob != 0)
+
+
+def _at_target(inputs: Inputs, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient's value at each row's target, float64 [N]."""
+    return gradient.gather(1, inputs.targets[:, None])[:, 0].double()
+
+
+def _target_truth(inputs: Inputs, oracle: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle's gradient at each row's target, rounded once to `dtype`, and what errors there are relative to."""
+    truth = _rounded_once(oracle.gather(1, inputs.targets[:, None])[:, 0], dtype)
+    return truth, truth.abs().maximum(_FLOOR * inputs.upstream_log_prob.double().abs())
 
 
 def _row_sums(gradient: torch.Tensor, oracle: torch.Tensor) -> _RowSums:

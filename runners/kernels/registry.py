@@ -1,12 +1,13 @@
 """The table of contents of the kernels: every one by name, with its contract. Nothing registers itself."""
 
-from runners.kernels import fused, legacy, megatron, plain
+from runners.kernels import fused, legacy, megatron, online, plain
 from runners.kernels.contract import Kernel
 
 KERNELS: tuple[Kernel, ...] = (
     fused.KERNEL,
     legacy.KERNEL,
     legacy.KERNEL_BF16,
+    online.KERNEL,
     megatron.KERNEL,
     plain.EAGER,
     plain.PEER,

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 from service.catalogue import BY_NAME, Metric, MetricClass, Rule
 from service.detection.level_sets import Levels, device_class
-from service.detection.levels import Circumstances, Level, State, Step, advance, resume, start
+from service.detection.levels import Circumstances, Level, State, Step, advance, fail_at_once, resume, start
 from service.detection.rules import NONFINITE, Reading, Relation, floor, relate, worst
 
 ENDINGS = ("callable", "completes")
 """The checks that say how a case ended; they count whatever a target requires."""
+GATES = "within_gates"
+"""The check of a declared contract: it fails whatever the history says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ def _decide(metric: Metric, level: Level | None, reading: Reading, facts: Circum
             return start(metric, reading, "", State.INVALID)
         if not level.opened and level.accepted == 0:
             return Step(level, State.INVALID, before=0.0, after=0.0, reason=reading.note)
+    if level is None and metric.name == GATES and worst(metric, reading) == 0:
+        return fail_at_once(metric, reading, facts.sha)
     if level is None:
         return start(metric, reading, *unknown)
     if not level.measured:

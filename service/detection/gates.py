@@ -5,6 +5,7 @@ real faults from the noise of a reordered sum.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +50,24 @@ def gate_limit(
     if limit is None and gradient == "float32":
         limit = _gradient_limit(metric, facts)
     return None if limit is None else limit * widened
+
+
+def beyond_gates(
+    values: Mapping[str, float], facts: GateFacts, *, dtype: str, gradient: Literal["float32", "bfloat16"]
+) -> str | None:
+    """The metrics of one case whose value is over its gate, in words: empty if none is, None if none is gated.
+
+    `dtype` is the logits'; gates on gradients hold for float32 ones, others are judged against a rounded oracle.
+    """
+    precision = gradient if dtype == "float32" else "bfloat16"
+    limits = {name: gate_limit(name, facts, gradient=precision) for name in values}
+    gated = {name: limit for name, limit in limits.items() if limit is not None}
+    if not gated:
+        return None
+    over = [
+        f"{name} {values[name]:.2g} over {limit:.2g}" for name, limit in sorted(gated.items()) if values[name] > limit
+    ]
+    return ", ".join(over)
 
 
 def tensor_parallel_limit(perm_delta: float) -> float:

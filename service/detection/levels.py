@@ -89,6 +89,12 @@ def start(metric: Metric, reading: Reading, reason: str, state: State = State.NO
     return Step(Level(value), state, after=_finite(value), reason=reason or reading.note)
 
 
+def fail_at_once(metric: Metric, reading: Reading, sha: str) -> Step:
+    """The first reading of a check that must hold whatever the history says, and does not."""
+    value = worst(metric, reading)
+    return Step(Level(1.0, opened=((value, sha),)), State.REGRESS, after=_finite(value), limit=1.0, reason=reading.note)
+
+
 def resume(metric: Metric, level: Level, reading: Reading, floor: float) -> Step:
     """The first reading after a commit that should have measured the series and did not: no baseline.
 
@@ -108,7 +114,10 @@ def resume(metric: Metric, level: Level, reading: Reading, floor: float) -> Step
 def advance(metric: Metric, level: Level, reading: Reading, facts: Circumstances) -> Step:
     """Compare a reading with a level and carry the level on."""
     relation = relate(metric, level.top, reading, facts.floor)
-    if relation is Relation.WORSE:
+    is_back = bool(level.opened) and relate(metric, level.accepted, reading, facts.floor) is Relation.SAME
+    if is_back:  # also where every change counts as worse
+        step = _fall_back(metric, level, reading, facts)
+    elif relation is Relation.WORSE:
         step = _regress(metric, level, reading, facts)
     elif relation is Relation.UNCLEAR:
         step = Step(level, State.INCONCLUSIVE, reason="samples differ and the limit lies between them")

@@ -164,6 +164,11 @@ def test_what_nobody_measured_is_undecided_and_a_wrong_token_never_passes(replay
     assert silent.returncode == 3
 
 
+def test_a_failure_of_ours_is_never_the_exit_code_of_a_regression() -> None:
+    broken = ulpwatch("gate", "--target", "story", "--commit", "f" * 40, ULPWATCH_REQUEST_SECONDS="abc")
+    assert (broken.returncode, "request_seconds" in broken.stderr) == (2, True)
+
+
 def test_a_read_token_cannot_submit(replayed: Replayed, service: Service) -> None:
     refused = service.ask("read", "submit", replayed.result(LEGACY))
     assert (refused.returncode, "403" in refused.stderr) == (2, True)

@@ -12,6 +12,7 @@ import pytest
 from runners.checkout import (
     CheckoutError,
     UnreachableError,
+    changing_watched_paths,
     checked_out,
     commits,
     describe,
@@ -246,3 +247,17 @@ def test_a_url_that_does_not_answer_is_worth_another_try_and_keeps_its_secret(tm
 )
 def test_a_url_is_told_from_a_path(repository: str, remote: bool) -> None:
     assert is_url(repository) is remote
+
+
+def test_a_commit_without_any_watched_path_inherits_from_nobody(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for number in range(2):
+        (tmp_path / "kernel.py").write_text(f"{number}\n")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", str(number)], check=True)
+    opened = open_repository(tmp_path)
+    shas = commits(opened, "HEAD~1..HEAD")
+    mistyped = [describe(opened, sha, ["kernle.py"]) for sha in shas]
+    assert [commit.watched_digest for commit in mistyped] == [None, None]
+    assert changing_watched_paths(mistyped) == mistyped

@@ -191,11 +191,15 @@ def test_a_moved_head_rejudges_what_entered_or_left_the_branch(
     names = {"a": [], "b": ["a"], "c": ["b"], "x": ["a"]}
     commits = [payloads.commit(name, parents) for name, parents in names.items()]
     with session_factory.begin() as session:
-        register_commits(session, "demo", commits, branch="main", head=payloads.sha("c"))
+        register_commits(session, "demo", commits)
+    with session_factory.begin() as session:
+        register_commits(session, "demo", [], branch="main", head=payloads.sha("c"))
+    first = {name: _generation(session_factory, payloads.sha(name)) for name in names}
+    assert first == {"a": 1, "b": 1, "c": 1, "x": 2}, "until a head is known, every commit counts as on the branch"
     with session_factory.begin() as session:
         register_commits(session, "demo", [], branch="main", head=payloads.sha("x"))
     generations = {name: _generation(session_factory, payloads.sha(name)) for name in names}
-    assert generations == {"a": 1, "b": 2, "c": 2, "x": 2}
+    assert generations == {"a": 1, "b": 2, "c": 2, "x": 3}
 
 
 def test_a_target_gets_a_new_version_only_when_it_changes(

@@ -98,6 +98,21 @@ def test_a_check_that_is_new_to_a_known_case_needs_no_baseline_if_it_holds() -> 
     assert states(fold({"entropy_requires_grad": 1.0}))["entropy_requires_grad"] == "no-baseline"
 
 
+def test_collectives_that_go_back_to_their_number_recover() -> None:
+    two, three = {"collectives": 2.0}, {"collectives": 3.0}
+    assert states(fold(two, three))["collectives"] == "regress"
+    back = fold(two, three, two)
+    assert states(back)["collectives"] == "pass"
+    assert next(item.step.recovered for item in back.comparisons if item.metric == "collectives")
+
+
+def test_an_error_over_the_gate_of_a_contract_fails_at_once_and_is_flagged_once() -> None:
+    over = {"within_gates": 0.0}
+    assert states(fold(over))["within_gates"] == "regress"
+    assert states(fold(over, over))["within_gates"] == "pass"
+    assert states(fold(over, over, {"within_gates": 1.0}))["within_gates"] == "pass"
+
+
 def test_what_was_measured_in_another_environment_alone_is_incomparable() -> None:
     before = judge_commit({}, [observe({"operations": 5.0})], SHA).levels
     judgement = judge_commit(before, [observe({"operations": 9.0}, segment="cpu/2")], SHA)

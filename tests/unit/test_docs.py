@@ -7,7 +7,9 @@ import pytest
 from typer.main import get_command
 
 import ulpwatch
+from runners.demo import expected_words
 from runners.settings import RunnerSettings
+from runners.story.story import chapters
 from service.catalogue import METRICS
 from service.detection.levels import State
 from service.settings import Settings
@@ -25,6 +27,11 @@ def rows(page: str) -> list[list[str]]:
 def test_the_metric_table_is_the_catalogue() -> None:
     wanted = [[m.name, m.unit, str(m.metric_class), str(m.family), str(m.rule), m.title] for m in METRICS]
     assert rows("docs/metrics.md")[1:] == wanted
+
+
+def test_the_readme_tells_the_story_that_the_demo_expects() -> None:
+    told = [(row[1], row[2]) for row in rows("README.md")[1:]]
+    assert told == [(chapter.subject, expected_words(chapter.expected)) for chapter in chapters()]
 
 
 def test_every_setting_is_documented_with_its_meaning_and_no_other() -> None:
