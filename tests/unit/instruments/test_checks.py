@@ -30,7 +30,8 @@ def test_our_own_kernels_pass_every_check(name: str, mode: Any, inputs: Inputs) 
 
 def test_the_checks_are_those_of_the_catalogue(clean: Subject, inputs: Inputs) -> None:
     known = {m.name for m in BY_NAME.values() if m.metric_class is MetricClass.CONTRACT}
-    assert set(_faults(clean, inputs)) == known - {"callable", "completes"}
+    elsewhere = {"callable", "completes", "within_gates"}  # read off by the job and by the judge
+    assert set(_faults(clean, inputs)) == known - elsewhere
 
 
 # --- A faulty kernel for every check ---------------------------------------------------------------------------------

@@ -197,6 +197,20 @@ def test_whole_tiles_of_impossible_ids_count_for_nothing(nothing: float) -> None
     assert (many[3][:, :250_000] == 0).all()
 
 
+@pytest.mark.parametrize("keep_mask", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_impossible_ids_get_an_exactly_zero_gradient_in_every_mode(with_entropy: bool, keep_mask: bool) -> None:
+    inputs = make_inputs(tokens=8, vocabulary=50, distribution="neg_inf", keep_mask=keep_mask)
+    logits = inputs.logits.requires_grad_()
+    log_prob, entropy = online.run(logits, inputs.targets, keep_mask=inputs.keep_mask, with_entropy=with_entropy)
+    loss = (log_prob * inputs.upstream_log_prob).sum()
+    if entropy is not None:
+        loss = loss + (entropy * inputs.upstream_entropy).sum()
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert (gradient[torch.isneginf(logits)] == 0).all()
+    assert (gradient != 0).any()
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_what_the_mask_drops_cannot_reach_the_log_prob(poison: float) -> None:
     inputs = make_inputs(tokens=4, vocabulary=300, keep_mask=True)
