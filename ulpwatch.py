@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Never
 import typer
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
     from starlette.applications import Starlette
 
     from runners.client import Client
@@ -93,7 +94,7 @@ def measure(
     from uuid import uuid4
 
     from runners.job import measure_commit
-    from runners.summary import summary
+    from runners.summary import summary, wide_console
 
     with _told_plainly():
         loaded, settings = _load_target(target), _runner_settings()
@@ -111,7 +112,7 @@ def measure(
         )
         if out is not None:
             out.write_text(result.model_dump_json(), encoding="utf-8")
-    _print_table(summary(result))
+    wide_console().print(summary(result))
 
 
 @app.command()
@@ -391,9 +392,15 @@ def _told_plainly() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        _abort("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]))
+        _abort(_in_words(error))
     except (CheckoutError, ClientError, JobError, KeyError, OSError, ValueError) as error:
         _abort(str(error.args[0]) if isinstance(error, KeyError) else str(error))
+
+
+def _in_words(error: "ValidationError") -> str:
+    """The first faults of an input, each with its field."""
+    faults = error.errors()[:5]
+    return "; ".join(": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"]))) for fault in faults)
 
 
 def _abort(message: str) -> Never:
@@ -408,9 +415,14 @@ def _load_target(path: Path) -> "Target":
 
 
 def _read_result(path: Path) -> "Result":
+    from pydantic import ValidationError
+
     from service.wire import Result
 
-    return Result.model_validate_json(path.read_bytes())
+    try:
+        return Result.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} holds no result of `ulpwatch measure --out`: {_in_words(error)}") from error
 
 
 def _runner_settings(**given: Any) -> "RunnerSettings":
@@ -442,13 +454,6 @@ def _progress(words: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{words[:160]}")
         sys.stderr.flush()
-
-
-def _print_table(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(table)
 
 
 def _answer(verdict: Mapping[str, Any], form: Format, *, link: str | None = None) -> None:

@@ -108,13 +108,17 @@ def resolve(repository: Repository, revision: str) -> str:
 def commits(repository: Repository, span: str) -> list[str]:
     """The commits of `A..B`, ancestors before descendants, A included as the first; of `B` alone, only B.
 
-    Raises CheckoutError for an unknown end, and for `A...B`.
+    Raises CheckoutError for an unknown end, for an A that does not lie in the history of B, and for `A...B`.
     """
     if "..." in span:
         raise CheckoutError(f"range {span!r}: write A..B, the baseline and the last commit")
     if ".." not in span:
         return [resolve(repository, span)]
     first, last = (resolve(repository, end or "HEAD") for end in span.split("..", 1))
+    if not is_ancestor(repository, first, last):
+        raise CheckoutError(
+            f"range {span!r}: {first[:7]} does not lie in the history of {last[:7]}: write the older commit first"
+        )
     listed = _output(repository, "rev-list", "--topo-order", "--reverse", f"{first}..{last}")
     return [first, *listed.decode().split()]
 

@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runners.checkout import describe, open_repository
+from runners.checkout import changing_watched_paths, describe, open_repository
 from runners.client import Client, ClientError, ServiceUnreachableError
 from runners.programs import HOST, Program, ProgramError, free_port, run_command, tail
 from runners.story.story import Expected, StoryCommit, story_target, target_file, write_story
+from runners.summary import wide_console
 from service.catalogue import Family
 from service.wire import Commit, JobRequest, Target
 
@@ -35,7 +36,6 @@ START_SECONDS = 60.0
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 10.0
 ASKED_MAX = 3
-TABLE_COLUMNS_MIN = 150
 EVERY_MATCH, SOME_MISMATCH = 0, 1
 
 
@@ -143,9 +143,7 @@ def demo(directory: Path, *, port: int = PORT, fresh: bool = False) -> int:
 
     Another port is taken if `port` is in use. Returns 0 if every commit got its expected verdict, else 1.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_COLUMNS_MIN)
+    console = wide_console()
     directory = directory.absolute()
     try:
         with ExitStack() as stack:
@@ -302,10 +300,8 @@ def _ask(run: _Demo) -> None:
     run.client.register_target(run.target)
     run.client.post_commits(run.target.name, run.commits, head_of=run.target.branch)
     asked = {job["sha"] for job in _jobs(run) if job["state"] != "failed"}
-    digests = {commit.sha: commit.watched_digest for commit in run.commits}
-    for commit in run.commits:
-        changed = all(digests.get(parent) != commit.watched_digest for parent in commit.parents)
-        if changed and commit.sha not in asked:
+    for commit in changing_watched_paths(run.commits):
+        if commit.sha not in asked:
             run.client.enqueue(JobRequest(target=run.target.name, commit=commit.sha))
 
 

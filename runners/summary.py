@@ -1,20 +1,31 @@
-"""A result as a table for the terminal. Measures and decides nothing."""
+"""Tables for the terminal: the console they go to, and a result as one. Measures and decides nothing."""
 
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from service.catalogue import BY_NAME, MetricClass
 from service.wire import Measurement, Result
 
 _NOTE_LENGTH = 120
+_COLUMNS_MIN = 150  # where the table goes to a file or a log, which has no width of its own
+
+
+def wide_console() -> Console:
+    """Standard output, as wide as the terminal, and wide enough for a table where there is none."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _COLUMNS_MIN)
+    return console
 
 
 def summary(result: Result) -> Table:
     """One row a kernel and case: outcome, memory in U, work, gradient errors, and the checks that fail."""
     table = Table(title=f"{result.target} at {result.commit.sha[:7]}, suite {result.suite}", title_justify="left")
     for heading in ("kernel", "case", "outcome"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("peak U", "saved U", "operations", "log-prob grad error", "entropy grad error"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=7)
     table.add_column("fails")
     for measurement in result.measurements:
         table.add_row(
@@ -46,7 +57,7 @@ def _in_units(measurement: Measurement, metric: str) -> str:
 def _failures(measurement: Measurement) -> str:
     """The failing checks, or why there is no result."""
     if measurement.outcome != "ok":
-        return measurement.notes["outcome"][:_NOTE_LENGTH]
+        return escape(measurement.notes["outcome"][:_NOTE_LENGTH])
     failing = [
         name
         for name, samples in measurement.values.items()

@@ -15,7 +15,8 @@ class LogProbEntropy(Protocol):
     the tensor-parallel group, None where this rank holds the whole vocabulary; `chunk_size` rows at a time, None for
     all; log-prob and entropy are those of logits / temperature. `with_entropy_grad=False` gives the entropy as a
     value only. Returns (log_prob [N], entropy [N] or None), float32; the gradient has the logits' dtype. Raises
-    ValueError that names the argument for anything else, RuntimeError for a missing upstream gradient.
+    ValueError that names the argument for anything else. A missing upstream gradient counts as zero or is a
+    RuntimeError; it is never a missing gradient.
     """
 
     def __call__(

@@ -61,7 +61,8 @@ def cluster(
     clusters = []
     for (kernel, family, direction), members in groups.items():
         ranked = tuple(sorted(members, key=_rank))
-        sentence = f"{_what(ranked)} {_where(ranked, measured[kernel])}, at {sha[:7]}"
+        leading = [change for change in ranked if change.metric == ranked[0].metric]
+        sentence = f"{_what(ranked)} {_where(leading, measured[kernel])}, at {sha[:7]}"
         clusters.append(Cluster(kernel, family, direction, sentence, ranked))
     return tuple(sorted(clusters, key=_severity))
 
@@ -117,14 +118,16 @@ def amount(metric: Metric, value: float | None, unit_bytes: int) -> str:
 
 
 def _where(ranked: Sequence[Change], measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """In how many of the kernel's cases, and what they have in common that not all cases have."""
+    """In how many of the kernel's cases the leading metric changed, where most, and what they have in common
+    that not all cases have.
+    """
     affected = {change.case_id: change.case for change in ranked}
     if len(affected) == len(measured):
         return f"in all {len(measured)} cases" if len(measured) > 1 else f"in case {ranked[0].case_id}"
     if len(affected) == 1:
         return f"in case {ranked[0].case_id} (1 of {len(measured)})"
     common = _common(list(affected.values()), list(measured.values()))
-    return f"in {len(affected)} of {len(measured)} cases{common} (first {ranked[0].case_id})"
+    return f"in {len(affected)} of {len(measured)} cases{common} (most in {ranked[0].case_id})"
 
 
 def _common(affected: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> str:

@@ -261,3 +261,5 @@ def test_a_commit_without_any_watched_path_inherits_from_nobody(tmp_path: Path) 
     mistyped = [describe(opened, sha, ["kernle.py"]) for sha in shas]
     assert [commit.watched_digest for commit in mistyped] == [None, None]
     assert changing_watched_paths(mistyped) == mistyped
+    with pytest.raises(CheckoutError, match="write the older commit first"):
+        commits(opened, "HEAD..HEAD~1")

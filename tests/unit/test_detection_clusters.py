@@ -45,7 +45,7 @@ def test_memory_is_told_in_units_of_the_logits() -> None:
 
 def test_what_the_affected_cases_share_is_named() -> None:
     found = sentence(change("n1-bfloat16"), change("n64-bfloat16"))
-    assert "in 2 of 4 cases, all with dtype bfloat16 (first n1-bfloat16)" in found
+    assert "in 2 of 4 cases, all with dtype bfloat16 (most in n1-bfloat16)" in found
 
 
 def test_the_largest_effect_of_the_leading_metric_leads() -> None:
@@ -76,6 +76,14 @@ def test_a_failed_check_is_told_by_its_title_and_reason() -> None:
         "contract of fused: “each output used alone gives a defined gradient” no longer holds (gradient is None) "
         "in case n64-float32 (1 of 4), at 1a2b3c4"
     )
+
+
+def test_a_sentence_counts_the_cases_of_what_it_names() -> None:
+    raised = change("n1-bfloat16", metric="completes", before=1.0, after=0.0, reason="raised: RuntimeError")
+    others = [change(case, metric="inputs_unchanged", before=1.0, after=0.0) for case in CASES]
+    found = sentence(raised, *others)
+    assert "raised: RuntimeError" in found
+    assert "in case n1-bfloat16 (1 of 4)" in found
 
 
 def test_bytes_that_look_equal_in_units_are_told_in_bytes() -> None:
