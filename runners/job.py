@@ -20,7 +20,7 @@ from runners.channel import GarbageError, SubjectPlan, printable
 from runners.checkout import CheckoutError, Repository, checked_out, describe, is_ancestor, open_repository, resolve
 from runners.kernels.faults import Edit
 from runners.process import Ending, Limits, converse
-from runners.suites import SUITES
+from runners.suites import SUITES, suite_digest
 from runners.suites import suite as cases_of
 from runners.targets import fitting_cases, missing_requirements
 from service.catalogue import BY_NAME
@@ -82,6 +82,7 @@ def measure_commit(
         target=target.name,
         commit=commit,
         suite=suite,
+        suite_digest=suite_digest(suite),
         environment=environments[0],
         started_at=started_at,
         finished_at=datetime.now(UTC),

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from runners.job import Limits, measure_mutants, units_of
 from runners.kernels.faults.table import FAULTS, KERNEL, UNMEASURED, Fault
-from runners.suites import suite
+from runners.suites import suite, suite_digest
 from service.catalogue import BY_NAME, METRICS, Rule
 from service.wire import Commit, Environment, Measurement, Result, Target, TargetKernel
 
@@ -121,6 +121,7 @@ def _result(commit: Commit, environment: Environment, measurements: list[Measure
         target=TARGET.name,
         commit=commit,
         suite=SUITE,
+        suite_digest=suite_digest(SUITE),
         environment=environment,
         started_at=now,
         finished_at=now,

@@ -1,7 +1,9 @@
 """The named sets of cases, readable top to bottom. What a case is: service.wire.Case."""
 
+import hashlib
 from itertools import product
 
+from service.catalogue import METRICS
 from service.wire import Case, EntropyMode
 
 _MODES: tuple[EntropyMode, ...] = ("off", "value", "gradient")
@@ -56,3 +58,9 @@ def suite(name: str) -> tuple[Case, ...]:
     if name not in SUITES:
         raise KeyError(f"unknown suite {name!r}; known are {', '.join(sorted(SUITES))}")
     return SUITES[name]
+
+
+def suite_digest(name: str) -> str:
+    """SHA-256 of what a suite asks: its cases, and the metrics that are known. KeyError as in `suite`."""
+    asked = [*sorted(case.id for case in suite(name)), *sorted(metric.name for metric in METRICS)]
+    return hashlib.sha256("\n".join(asked).encode()).hexdigest()

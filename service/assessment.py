@@ -13,9 +13,10 @@ from service import queries
 from service.catalogue import BY_NAME
 from service.detection.clusters import Change, Cluster, cluster, metric_place
 from service.detection.commits import ENDINGS, Comparison, Judgement, Observation
-from service.detection.level_sets import Levels, device_class, open_levels
+from service.detection.level_sets import Levels, Standing, device_class, open_levels
 from service.detection.levels import State
 from service.detection.rules import PARAMETERS, RULE_VERSION
+from service.history import ancestry
 from service.plans import History, Plan
 
 _GROUPED = (State.INCOMPARABLE, State.MISSING, State.NO_BASELINE)
@@ -30,14 +31,21 @@ class Assessment:
     counts: dict[str, int]
     document: dict[str, Any]
     clusters: tuple[Cluster, ...]
-    levels: Levels
+    standing: Standing
 
 
-def inherit(history: History, plan: Plan, levels: Levels) -> Assessment:
-    """Nothing that is watched changed: the levels are the baseline's, and the state is pass."""
-    document = _document(history, plan) | {"inherited": sorted(keys_in_force(history, levels))}
-    reason = f"inherits: the watched paths are those of {plan.source[:7]}"
-    return Assessment(State.PASS, reason, {}, document, (), levels)
+def lasting_state(state: str, counts: Mapping[str, int]) -> State:
+    """What a commit that changes nothing takes over from a verdict: what could not be measured is not measured there
+    either; all else is as it was, which is pass."""
+    return next((one for one in (State.INVALID, State.MISSING) if one == state or counts.get(one)), State.PASS)
+
+
+def inherit(history: History, plan: Plan, standing: Standing, state: State) -> Assessment:
+    """Nothing that is watched changed: what stands is the baseline's, `state` what lasts of its state."""
+    document = _document(history, plan) | {"inherited": sorted(keys_in_force(history, standing.levels))}
+    lasts = "" if state is State.PASS else f", whose measurements are {state} in part or in whole"
+    reason = f"inherits: the watched paths are those of {plan.source[:7]}{lasts}"
+    return Assessment(state, reason, {}, document, (), standing)
 
 
 def assess(
@@ -52,7 +60,7 @@ def assess(
     state = next(state for state in State if state in present)
     changes = [_change(history, item) for item in comparisons if item.step.state in (State.REGRESS, State.IMPROVE)]
     clusters = cluster(changes, _measured_cases(history, observations), sha)
-    inherited = keys_in_force(history, judgement.levels, without=sha)
+    inherited = keys_in_force(history, judgement.standing.levels, without=sha)
     recovered = {
         _level_key(history, item.series, item.metric, culprit)
         for item in comparisons
@@ -65,14 +73,14 @@ def assess(
         "inherited": sorted(inherited),
         "recovered": sorted(recovered - inherited),
     }
-    reason = _reason(state, plan, counted, lacking, clusters) + _aside(document["notices"])
+    reason = _reason(history, sha, state, plan, counted, lacking, clusters) + _aside(document["notices"])
     return Assessment(
         state,
         reason,
         {str(name): counts[name] for name in State if counts[name]},
         document,
         clusters,
-        judgement.levels,
+        judgement.standing,
     )
 
 
@@ -127,6 +135,7 @@ def _change(history: History, comparison: Comparison) -> Change:
         reason=step.reason,
         samples=comparison.reading.samples if comparison.reading else (),
         device=comparison.device,
+        required=_counts(history.definition["require"], comparison),
     )
 
 
@@ -189,12 +198,17 @@ def _is_notice(comparison: Comparison) -> bool:
 
 
 def _reason(
-    state: State, plan: Plan, counted: Sequence[Comparison], lacking: Sequence[str], clusters: Sequence[Cluster]
+    history: History,
+    sha: str,
+    state: State,
+    plan: Plan,
+    counted: Sequence[Comparison],
+    lacking: Sequence[str],
+    clusters: Sequence[Cluster],
 ) -> str:
     """The verdict in one sentence."""
     if state in (State.REGRESS, State.IMPROVE):
-        families = {BY_NAME[item.metric].family for item in counted if item.step.state is state}
-        sentences = [item.sentence for item in clusters if item.direction is state and item.family in families]
+        sentences = [item.sentence for item in clusters if item.direction is state and item.required]
         more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
         return sentences[0] + more
     if state is State.MISSING and lacking:
@@ -203,18 +217,35 @@ def _reason(
         return "no kernel was measured"
     number = sum(item.step.state is state for item in counted)
     first = next(item.step.reason for item in counted if item.step.state is state)
-    base = f"{plan.baseline.sha[:7]}, {_commits(plan.baseline.distance)} back" if plan.baseline else ""
+    base = f"{plan.baseline.sha[:7]} ({_commits(plan.baseline.distance)} back)" if plan.baseline else ""
     sentences_by_state = {
         State.INVALID: f"{number} series cannot be measured, and could not before: {first}",
         State.INCOMPARABLE: f"{number} comparisons have a baseline only in another environment or on other inputs",
-        State.MISSING: f"{number} comparisons with the baseline {base}, are missing here",
-        State.NO_BASELINE: f"{number} metrics were not measured at the baseline {base}"
+        State.MISSING: f"{number} values were measured before and are missing here, first: {first}",
+        State.NO_BASELINE: f"{number} metrics have no baseline at {base}, first: {first}"
         if base
-        else "no ancestor is measured: this is the first measurement",
+        else _no_ancestor(history, sha),
         State.INCONCLUSIVE: f"{number} comparisons are undecided: {first}",
-        State.PASS: f"{number} comparisons with {base}, are within their limits",
+        State.PASS: f"{number} comparisons with {base} are within their limits{_back_from(counted)}",
     }
     return sentences_by_state[state]
+
+
+def _back_from(counted: Sequence[Comparison]) -> str:
+    culprits = sorted({culprit[:7] for item in counted for culprit in item.step.recovered})
+    return f", and what {' and '.join(culprits)} broke is back at its accepted level" if culprits else ""
+
+
+def _no_ancestor(history: History, sha: str) -> str:
+    """Why a commit has no baseline: nothing before it is measured, or what is before it was never told."""
+    ancestors = ancestry(history.parents, sha)
+    unknown = sorted({parent for one in ancestors for parent in history.parents[one]} - history.parents.keys())
+    if unknown:
+        return (
+            f"no known ancestor is measured, and ancestor {unknown[0][:7]} is unknown here: tell the history with "
+            "`ulpwatch job add FIRST..LAST`, or post it to /api/v1/commits"
+        )
+    return "no ancestor is measured: this is the first measurement"
 
 
 def _commits(count: int) -> str:
@@ -224,8 +255,9 @@ def _commits(count: int) -> str:
 def _aside(notices: Sequence[Mapping[str, Any]]) -> str:
     if not notices:
         return ""
-    first = notices[0]
-    return f"; notice: {BY_NAME[first['metric']].title} of {first['kernel']}: {first['reason']} ({len(notices)} in all)"
+    first, others = notices[0], len(notices) - 1
+    more = f" (and {others} more notice{'' if others == 1 else 's'})" if others else ""
+    return f". Notice: “{BY_NAME[first['metric']].title}” of {first['kernel']}: {first['reason']}{more}"
 
 
 def finding_key(target: str, culprit: str, kernel: str, family: str, direction: str) -> str:

@@ -15,6 +15,7 @@ from service.assessment import finding_key, plain
 from service.detection.clusters import Cluster
 from service.detection.levels import State
 from service.detection.rules import RULE_VERSION
+from service.history import ancestry
 from service.models import Commit, Finding, FindingEvent
 from service.plans import History
 
@@ -63,6 +64,7 @@ def _evidence(history: History, sha: str, item: Cluster) -> dict[str, Any]:
         "baseline_distance": plan.baseline.distance if plan.baseline else None,
         "rule_version": RULE_VERSION,
         "reproduce": reproduce(history, sha, item),
+        "required": item.required,
     }
 
 
@@ -90,7 +92,8 @@ def _log(session: Session, row: Finding, action: str, reason: str) -> None:
 def settle_findings(session: Session, history: History, in_force: Collection[str]) -> None:
     """Mark findings recovered whose level no longer stands at the newest measured commit, and open those that do again.
 
-    `in_force` holds the keys of those that stand there. Off the default branch a finding stays open.
+    `in_force` holds the keys of those that stand there. Off the default branch, where every commit is compared with the
+    merge base, a finding stands as long as the newest measured commits that descend from it have one like it.
     """
     rows = session.execute(
         select(Finding, Commit.sha)
@@ -102,9 +105,24 @@ def settle_findings(session: Session, history: History, in_force: Collection[str
         )
         .order_by(Finding.id)
     ).all()
+    shown = {(culprit, row.kernel, row.family) for row, culprit in rows}
+    ends = branch_ends(history, {culprit for _, culprit in rows})
     for row, culprit in rows:
-        stands = row.key in in_force or (bool(history.trunk) and culprit not in history.trunk)
+        newest = ends.get(culprit, ())
+        stands = row.key in in_force or any((sha, row.kernel, row.family) in shown for sha in newest)
         if stands and row.state == "recovered":
             _move(session, row, "open", "reopened", "it stands again at the newest measured commit")
         elif not stands and row.state != "recovered":
             _move(session, row, "recovered", "recovered", "it no longer stands at the newest measured commit")
+
+
+def branch_ends(history: History, culprits: Collection[str]) -> dict[str, list[str]]:
+    """For each commit off the default branch, the newest measured commits off it that descend from it, or itself."""
+    parents = history.parents
+    off = [sha for sha in history.order if history.trunk and sha not in history.trunk and history.commits[sha].runs]
+    lineage = {sha: ancestry(parents, sha) for sha in off}
+    ends = {}
+    for culprit in lineage.keys() & culprits:
+        line = [sha for sha in off if culprit in lineage[sha]]
+        ends[culprit] = [sha for sha in line if not any(sha in lineage[other] for other in line if other != sha)]
+    return ends

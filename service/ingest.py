@@ -82,6 +82,7 @@ def ingest(
             "job_id": result.job,
             "environment_id": environment_id,
             "suite": result.suite,
+            "suite_digest": result.suite_digest,
             "posted_by": posted_by,
             "volatile": result.environment.volatile,
             "quarantined": quarantined,

@@ -15,16 +15,18 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from service import queries
-from service.assessment import Assessment, assess, inherit, keys_in_force, plain
+from service.assessment import Assessment, assess, inherit, keys_in_force, lasting_state, plain
 from service.catalogue import BY_NAME, MetricClass
-from service.detection.commits import ENDINGS, GATES, Observation, judge_commit
+from service.detection.commits import ENDINGS, GATES, Measured, Observation, judge_commit
 from service.detection.gates import GateFacts, beyond_gates
-from service.detection.level_sets import Levels, dump, load, segment
+from service.detection.level_sets import Roster, Rosters, Standing, dump, load, segment
+from service.detection.levels import State
 from service.detection.rules import RULE_VERSION, Reading
-from service.errors import NotFound
+from service.errors import Invalid, NotFound
 from service.findings import first_state, reproduce, settle_findings, store_findings
-from service.history import Ancestor, nearest
-from service.models import Commit, Environment, LevelSet, Measurement, Run, Series, Target, Verdict
+from service.history import Ancestor, forks, nearest
+from service.job_queue import enqueue
+from service.models import Commit, Environment, Job, LevelSet, Measurement, Run, Series, Target, Verdict
 from service.plans import History, Plan, load_history, planned, tips
 from service.samples import unpack
 
@@ -34,7 +36,8 @@ DERIVED = (*ENDINGS, GATES)
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What is needed of a stored verdict to see whether it still holds."""
+    """What is needed of a stored verdict to see whether it still holds. `lasting` is the state that a commit which
+    changes nothing takes over."""
 
     id: int
     baseline_id: int | None
@@ -42,6 +45,7 @@ class _Header:
     inherited_from_id: int | None
     level_set_id: int
     rule_version: int
+    lasting: State
 
 
 def judge_pending(factory: sessionmaker[Session]) -> int:
@@ -80,6 +84,7 @@ def _judge_target(factory: sessionmaker[Session], target_id: int) -> int:
         headers = _headers(session, target_id)
         judged = _judge_dirty(session, history, headers)
         settle_findings(session, history, _in_force(session, history, headers))
+        _ask_for_bases(session, history)
         _catch_up(session, history)
         return judged
 
@@ -94,6 +99,8 @@ def _headers(session: Session, target_id: int) -> dict[str, _Header]:
             Verdict.inherited_from_id,
             Verdict.level_set_id,
             Verdict.rule_version,
+            Verdict.state,
+            Verdict.counts,
         )
         .join(Commit, Commit.id == Verdict.commit_id)
         .where(Verdict.target_id == target_id)
@@ -106,6 +113,7 @@ def _headers(session: Session, target_id: int) -> dict[str, _Header]:
             inherited_from_id=row.inherited_from_id,
             level_set_id=row.level_set_id,
             rule_version=row.rule_version,
+            lasting=lasting_state(row.state, row.counts),
         )
         for row in rows
     }
@@ -116,7 +124,7 @@ def _headers(session: Session, target_id: int) -> dict[str, _Header]:
 
 def _judge_dirty(session: Session, history: History, headers: dict[str, _Header]) -> int:
     """Judge, parents first, the commits whose inputs changed. `headers` is brought up to date."""
-    moved: set[str] = set()  # commits whose level set changed in this pass
+    moved: set[str] = set()  # commits of which what stands after them changed in this pass
     judged = 0
     for sha in history.order:
         header = headers.get(sha)
@@ -128,9 +136,9 @@ def _judge_dirty(session: Session, history: History, headers: dict[str, _Header]
             continue
         if not _is_dirty(history, sha, plan, header, moved):
             continue
-        headers[sha] = _judge_one(session, history, headers, sha)
+        stored = headers[sha] = _judge_one(session, history, headers, sha)
         judged += 1
-        if header is None or header.level_set_id != headers[sha].level_set_id:
+        if header is None or (header.level_set_id, header.lasting) != (stored.level_set_id, stored.lasting):
             moved.add(sha)
     return judged
 
@@ -140,7 +148,9 @@ def _is_dirty(history: History, sha: str, plan: Plan, header: _Header | None, mo
         return True
     if history.commits[sha].pending or history.commits[plan.source].pending:
         return True
-    if plan.baseline is not None and plan.baseline.sha in moved:
+    if plan.baseline is None:  # it says whether its ancestors are known
+        return any(commit.pending for commit in history.commits.values())
+    if plan.baseline.sha in moved:
         return True
     return planned(history, sha, plan) != (header.baseline_id, header.distance, header.inherited_from_id)
 
@@ -148,12 +158,12 @@ def _is_dirty(history: History, sha: str, plan: Plan, header: _Header | None, mo
 def _judge_one(session: Session, history: History, headers: Mapping[str, _Header], sha: str) -> _Header:
     plan = history.plans[sha]
     base = headers.get(plan.baseline.sha) if plan.baseline else None
-    levels = _levels(session, base.level_set_id) if base else {}
-    if plan.baseline and plan.source == plan.baseline.sha:
-        assessment = inherit(history, plan, levels)
+    standing = _standing(session, base.level_set_id) if base else Standing()
+    if base and plan.baseline and plan.source == plan.baseline.sha:
+        assessment = inherit(history, plan, standing, base.lasting)
     else:
-        observations = _observations(session, history, history.commits[plan.source].runs)
-        assessment = assess(history, plan, judge_commit(levels, observations, sha), observations, sha)
+        measured = _measured(session, history, history.commits[plan.source].runs)
+        assessment = _assess(history, plan, standing, measured, sha)
     previous = headers.get(sha)
     stored = _store_verdict(session, history, sha, assessment, previous)
     store_findings(session, history, sha, assessment.clusters)
@@ -162,20 +172,38 @@ def _judge_one(session: Session, history: History, headers: Mapping[str, _Header
     return stored
 
 
-def _levels(session: Session, level_set_id: int) -> Levels:
+def _assess(history: History, plan: Plan, standing: Standing, measured: Measured, sha: str) -> Assessment:
+    """Judge what was measured of a commit against what stood before it. Of kernels that the target no longer declares
+    nothing is expected."""
+    declared = {kernel["name"] for kernel in history.definition["kernels"]}
+    rosters = {
+        suite: Roster(roster.digest, {one for one in roster.series if history.series[one].kernel in declared})
+        for suite, roster in standing.rosters.items()
+    }
+    judgement = judge_commit(
+        Standing(standing.levels, rosters),
+        measured,
+        sha,
+        baseline=plan.baseline.sha if plan.baseline else "",
+        required=history.definition["suite"],
+    )
+    return assess(history, plan, judgement, measured.observations, sha)
+
+
+def _standing(session: Session, level_set_id: int) -> Standing:
     return load(session.scalars(select(LevelSet.levels).where(LevelSet.id == level_set_id)).one())
 
 
 def _in_force(session: Session, history: History, headers: Mapping[str, _Header]) -> set[str]:
     """The keys of the findings that stand at the newest measured commits."""
     newest = [headers[sha] for sha in tips(history) if sha in headers]
-    return {key for header in newest for key in keys_in_force(history, _levels(session, header.level_set_id))}
+    return {key for header in newest for key in keys_in_force(history, _standing(session, header.level_set_id).levels)}
 
 
-def _observations(session: Session, history: History, run_ids: Sequence[int]) -> tuple[Observation, ...]:
+def _measured(session: Session, history: History, run_ids: Sequence[int]) -> Measured:
     """What the runs saw of the target's own kernels, repetitions in one environment pooled; controls are left out."""
     rows = session.execute(
-        select(Measurement, Environment)
+        select(Measurement, Environment, Run.suite, Run.suite_digest)
         .join(Run, Run.id == Measurement.run_id)
         .join(Environment, Environment.id == Run.environment_id)
         .join(Series, Series.id == Measurement.series_id)
@@ -184,7 +212,7 @@ def _observations(session: Session, history: History, run_ids: Sequence[int]) ->
     contracts = {kernel["name"]: kernel.get("contract") for kernel in history.definition.get("kernels", ())}
     pooled: dict[tuple[int, str], dict[str, list[Reading]]] = {}
     devices: dict[tuple[int, str], str] = {}
-    for measurement, environment in rows:
+    for measurement, environment, _, _ in rows:
         keys = {
             metric_class: (measurement.series_id, _segment(measurement, environment, metric_class))
             for metric_class in MetricClass
@@ -194,7 +222,7 @@ def _observations(session: Session, history: History, run_ids: Sequence[int]) ->
         series = history.series[measurement.series_id]
         for name, reading in _readings(measurement, series.case, contracts.get(series.kernel)).items():
             pooled.setdefault(keys[BY_NAME[name].metric_class], {}).setdefault(name, []).append(reading)
-    return tuple(
+    observations = tuple(
         Observation(
             series=series_id,
             segment=where,
@@ -204,6 +232,22 @@ def _observations(session: Session, history: History, run_ids: Sequence[int]) ->
         )
         for (series_id, where), readings in sorted(pooled.items())
     )
+    ran = [(environment.device_class, suite, digest, row.series_id) for row, environment, suite, digest in rows]
+    return Measured(observations, _rosters(ran))
+
+
+def _rosters(ran: Sequence[tuple[str, str, str | None, int]]) -> Rosters:
+    """By device class and suite what was measured, of rows (device class, suite, suite's digest, series).
+
+    Of runs of one commit that ask for different things under one name, the suite is what the greatest digest names: any
+    choice will do that does not depend on the order of arrival.
+    """
+    digests: dict[tuple[str, str], str | None] = {}
+    series: dict[tuple[str, str], set[int]] = {}
+    for device, suite, digest, series_id in ran:
+        digests[device, suite] = max(digests.get((device, suite)) or "", digest or "") or None
+        series.setdefault((device, suite), set()).add(series_id)
+    return {key: Roster(digests[key], frozenset(series[key])) for key in series}
 
 
 def _segment(measurement: Measurement, environment: Environment, metric_class: MetricClass) -> str:
@@ -267,7 +311,7 @@ def _store_verdict(
 ) -> _Header:
     plan = history.plans[sha]
     baseline_id, distance, inherited_from_id = planned(history, sha, plan)
-    level_set_id = _level_set_id(session, history.target_id, assessment.levels)
+    level_set_id = _level_set_id(session, history.target_id, assessment.standing)
     row = session.get(Verdict, previous.id) if previous else None
     if row is None:
         row = Verdict(target_id=history.target_id, commit_id=history.commits[sha].id)
@@ -283,12 +327,13 @@ def _store_verdict(
     row.level_set_id = level_set_id
     row.judged_at = datetime.now(UTC)
     session.flush()
-    return _Header(row.id, baseline_id, distance, inherited_from_id, level_set_id, RULE_VERSION)
+    lasting = lasting_state(row.state, row.counts)
+    return _Header(row.id, baseline_id, distance, inherited_from_id, level_set_id, RULE_VERSION, lasting)
 
 
-def _level_set_id(session: Session, target_id: int, levels: Levels) -> int:
-    """The row of these levels; equal sets of a target share one, and the target is locked."""
-    digest, compressed = dump(levels)
+def _level_set_id(session: Session, target_id: int, standing: Standing) -> int:
+    """The row of what stands; equal ones of a target share it, and the target is locked."""
+    digest, compressed = dump(standing)
     own = hashlib.sha256(f"{target_id} {digest}".encode()).hexdigest()
     found = session.scalars(select(LevelSet.id).where(LevelSet.digest == own)).first()
     if found is not None:
@@ -318,6 +363,24 @@ def _catch_up(session: Session, history: History) -> None:
             session.execute(update(Commit).where(Commit.id == commit.id).values(judged_generation=commit.generation))
 
 
+def _ask_for_bases(session: Session, history: History) -> None:
+    """Queue the merge bases that newly measured commits off the default branch should be compared with, where they are
+    not measured and nobody ever asked. Once each, whatever becomes of the job."""
+    fresh = {commit.sha for commit in history.commits.values() if commit.pending and commit.runs}
+    bases = forks(history.order, history.parents, history.trunk)
+    lacking = {bases[sha].sha for sha in fresh if sha in bases and not _may_be_base(history, bases[sha].sha)}
+    ids = {history.commits[sha].id: sha for sha in lacking}
+    asked = session.scalars(select(Job.commit_id).where(Job.commit_id.in_(ids))).all() if ids else ()
+    for commit_id in sorted(ids.keys() - set(asked)):
+        for device_class in history.definition["require"]["devices"]:
+            enqueue(session, target=history.target, commit=ids[commit_id], device_class=device_class)
+
+
+def _may_be_base(history: History, sha: str) -> bool:
+    plan = history.plans.get(sha)
+    return plan is not None and (plan.source != sha or history.commits[sha].trusted)
+
+
 # --- Without storing --------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +388,8 @@ def compare(session: Session, target: str, base_sha: str, sha: str) -> queries.V
     """The verdict of a commit against a base of the caller's choice, from what is stored of both; stores nothing.
 
     The base's own results are the accepted values, whatever findings are open. Shas may be unique prefixes. A side
-    without results makes the verdict `missing`. NotFound if target or commits are unknown.
+    without results makes the verdict `missing`. NotFound if target or commits are unknown, Invalid if the base has
+    only quarantined results.
     """
     found = session.scalars(select(Target).where(Target.name == target)).first()
     if found is None:
@@ -336,10 +400,12 @@ def compare(session: Session, target: str, base_sha: str, sha: str) -> queries.V
         if name not in history.plans:
             return queries.missing_verdict(target, candidate, f"commit {name[:7]} has no results to compare")
     sources = [history.plans[name].source for name in (base, candidate)]
+    if not history.commits[sources[0]].trusted:
+        raise Invalid(f"the results of base {base[:7]} are quarantined: they are no baseline")
     plan = Plan(_ancestor(history, base, candidate), sources[1])
-    before, after = (_observations(session, history, history.commits[source].runs) for source in sources)
-    levels = judge_commit({}, before, base).levels
-    assessment = assess(history, plan, judge_commit(levels, after, candidate), after, candidate)
+    before, after = (_measured(session, history, history.commits[source].runs) for source in sources)
+    standing = _assess(history, Plan(None, sources[0]), Standing(), before, base).standing
+    assessment = _assess(history, plan, standing, after, candidate)
     return _view(history, base, candidate, plan, assessment)
 
 
@@ -375,6 +441,7 @@ def _view(history: History, base: str, sha: str, plan: Plan, assessment: Assessm
             affected=tuple(queries.affected(plain(change)) for change in item.changes),
             events=(),
             reproduce=reproduce(history, sha, item),
+            required=item.required,
             created_at=now,
             updated_at=now,
         )

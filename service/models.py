@@ -155,7 +155,8 @@ class Series(Base):
 class Run(Base):
     """One attempt's results on one commit. `body_digest` tells a repeated POST from a contradicting one.
 
-    `volatile` holds the environment's momentary facts, which are no part of its identity.
+    `suite_digest` names what the suite asked. `volatile` holds the environment's momentary facts, which are no part of
+    its identity.
     """
 
     __tablename__ = "runs"
@@ -171,6 +172,7 @@ class Run(Base):
     job_id: Mapped[int | None] = mapped_column(ForeignKey("jobs.id"))
     environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
     suite: Mapped[str] = mapped_column(String(64))
+    suite_digest: Mapped[str | None] = mapped_column(String(64))
     posted_by: Mapped[str]
     volatile: Mapped[dict[str, Any]]
     quarantined: Mapped[bool] = mapped_column(default=False)

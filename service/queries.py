@@ -87,7 +87,8 @@ class FindingEventRow:
 
 @dataclass(frozen=True, slots=True)
 class FindingView:
-    """A finding with its evidence. `reproduce` is the command that measures its worst case again."""
+    """A finding with its evidence. `reproduce` is the command that measures its worst case again; `required` says that
+    the target's verdict counts it."""
 
     id: int
     target: str
@@ -104,6 +105,7 @@ class FindingView:
     affected: tuple[Affected, ...]
     events: tuple[FindingEventRow, ...]
     reproduce: str
+    required: bool
     created_at: datetime
     updated_at: datetime
 
@@ -596,6 +598,7 @@ def _finding_view(row: Row[*tuple[Any, ...]], events: Iterable[FindingEventRow])
         affected=tuple(affected(item) for item in evidence["affected"]),
         events=tuple(events),
         reproduce=evidence["reproduce"],
+        required=evidence["required"],
         created_at=stored.created_at,
         updated_at=stored.updated_at,
     )

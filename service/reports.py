@@ -57,7 +57,7 @@ def text(verdict: Verdict, *, link: str | None = None) -> str:
     lines = [f"{verdict['sha'][:_SHORT]}  {verdict['state']}: {verdict['reason']}", f"baseline: {_baseline(verdict)}"]
     lines += [f"compared: {_counts(verdict['counts'])}"] if verdict["counts"] else []
     for finding in verdict["findings"]:
-        lines += ["", f"{finding['direction']}  {finding['sentence']}"]
+        lines += ["", f"{finding['direction']}{_aside(finding)}  {finding['sentence']}"]
         lines += [f"  {_step(step)}" for step in finding["affected"][:_ROWS_A_FINDING]]
         lines += _rest(finding["affected"], _ROWS_A_FINDING, "  and {} more")
         lines.append(f"  reproduce: {finding['reproduce']}")
@@ -67,8 +67,20 @@ def text(verdict: Verdict, *, link: str | None = None) -> str:
     lines += [""] if verdict["undecided"] else []
     lines += [f"{step['state']}  {_step(step)}" for step in verdict["undecided"][:_ROWS_A_FINDING]]
     lines += _rest(verdict["undecided"], _ROWS_A_FINDING, "and {} more undecided")
+    lines += [""] if verdict["notices"] else []
+    lines += [f"notice  {_step(step)}" for step in verdict["notices"][:_ROWS_A_FINDING]]
+    lines += _rest(verdict["notices"], _ROWS_A_FINDING, "and {} more notices")
     lines += ["", link] if link else []
-    return "\n".join(lines)
+    return "\n".join(map(_printable, lines))
+
+
+def _aside(finding: Mapping[str, Any]) -> str:
+    return "" if finding["required"] else " (not required by the target)"
+
+
+def _printable(line: str) -> str:
+    """What a kernel or a commit says, as one line that cannot steer a terminal."""
+    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in line)
 
 
 def markdown(verdict: Verdict, *, link: str | None = None, limit: int = MARKDOWN_LIMIT) -> str:
@@ -88,13 +100,14 @@ def markdown(verdict: Verdict, *, link: str | None = None, limit: int = MARKDOWN
     sections += [f"- inherited: {_escape(finding['sentence'])}" for finding in verdict["inherited"]]
     sections += [f"- recovered: {_escape(finding['sentence'])}" for finding in verdict["recovered"]]
     sections += [f"- {step['state']}: {_escape(_step(step))}" for step in verdict["undecided"]]
+    sections += [f"- notice: {_escape(_step(step))}" for step in verdict["notices"]]
     return _fit(head, sections, limit)
 
 
 def _markdown_finding(finding: Mapping[str, Any]) -> str:
     steps = finding["affected"]
     lines = [
-        f"### {_escape(finding['sentence'])}",
+        f"### {_escape(finding['sentence'])}{_aside(finding)}",
         "",
         "| case | metric | before | after | limit |",
         "|---|---|--:|--:|--:|",
@@ -126,9 +139,10 @@ def _fit(head: str, sections: Sequence[str], limit: int) -> str:
 
 
 def junit(verdict: Verdict) -> str:
-    """For CI's test report: a case for the verdict and one per finding; regressions fail, undecided is an error."""
+    """For CI's test report: a case for the verdict and one per finding; undecided is an error, and regressions that the
+    target requires fail."""
     findings, code = verdict["findings"], exit_code(verdict["state"])
-    regressions = [finding for finding in findings if finding["direction"] == "regress"]
+    regressions = [finding for finding in findings if finding["direction"] == "regress" and finding["required"]]
     suite = ElementTree.Element(
         "testsuite",
         name=f"ulpwatch {verdict['target']}",
@@ -143,15 +157,19 @@ def junit(verdict: Verdict) -> str:
     for finding in findings:
         name = f"{finding['kernel']} {finding['family']} {finding['direction']}"
         case = ElementTree.SubElement(suite, "testcase", classname=verdict["target"], name=name)
-        if finding["direction"] == "regress":
+        if finding in regressions:
             failure = ElementTree.SubElement(case, "failure", message=_xml(finding["sentence"]))
             failure.text = _xml("\n".join(_step(step) for step in finding["affected"]))
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 
 
 def _xml(words: str) -> str:
-    """XML 1.0 has no way to write control characters; a kernel's message may hold them."""
-    return "".join(sign if sign >= " " or sign in "\t\n\r" else "\N{REPLACEMENT CHARACTER}" for sign in words)
+    """XML 1.0 cannot write control characters, surrogates and U+FFFE and U+FFFF; a kernel's message may hold them."""
+    return "".join(sign if _is_xml(sign) else "\N{REPLACEMENT CHARACTER}" for sign in words)
+
+
+def _is_xml(sign: str) -> bool:
+    return sign in "\t\n\r" or " " <= sign < "\ud800" or "\ue000" <= sign < "\ufffe" or sign > "\uffff"
 
 
 def _baseline(verdict: Verdict) -> str:

@@ -217,6 +217,8 @@ class Result(_Wire):
     """One attempt's measurements of one commit: the body of POST /api/v1/results, idempotent by `attempt`.
 
     `units` names the unit of every metric that occurs, so that two sides with different catalogues notice.
+    `suite_digest` names what the whole suite asks, cases and metrics: where it changes, what the suite dropped is
+    reported missing once, and no more expected.
     """
 
     wire_version: Literal[1] = 1
@@ -225,6 +227,7 @@ class Result(_Wire):
     target: Name
     commit: Commit
     suite: Name
+    suite_digest: Digest | None = None
     environment: Environment
     started_at: Moment
     finished_at: Moment

@@ -239,6 +239,7 @@ def upgrade() -> None:
         sa.Column("job_id", sa.Integer(), nullable=True),
         sa.Column("environment_id", sa.Integer(), nullable=False),
         sa.Column("suite", sa.String(length=64), nullable=False),
+        sa.Column("suite_digest", sa.String(length=64), nullable=True),
         sa.Column("posted_by", sa.Text(), nullable=False),
         sa.Column("volatile", sa.JSON(), nullable=False),
         sa.Column("quarantined", sa.Boolean(), nullable=False),

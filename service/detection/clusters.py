@@ -21,7 +21,7 @@ _TRAITS = ("dtype", "distribution", "tensor_parallel", "keep_mask", "chunk_size"
 @dataclass(frozen=True, slots=True)
 class Change:
     """One comparison that regressed or improved. Values in the metric's base unit, None where not finite; `unit_bytes`
-    is the case's U, `case` its parameters."""
+    is the case's U, `case` its parameters. `required` says that the target's verdict counts it."""
 
     kernel: str
     case_id: str
@@ -36,6 +36,7 @@ class Change:
     reason: str
     samples: tuple[float, ...]
     device: str
+    required: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Cluster:
     direction: State
     sentence: str
     changes: tuple[Change, ...]
+
+    @property
+    def required(self) -> bool:
+        """Does any of it count for the target's verdict?"""
+        return any(change.required for change in self.changes)
 
 
 def cluster(
@@ -77,8 +83,16 @@ def metric_place(metric: str) -> int:
 
 
 def _rank(change: Change) -> tuple[Any, ...]:
+    """The telling metric first, and before all what is not a number any more or has become one."""
     size = float("inf") if change.effect is None else abs(change.effect)
-    return (metric_place(change.metric), -size, -change.unit_bytes, change.case_id, change.device)
+    return (
+        None not in (change.before, change.after),
+        metric_place(change.metric),
+        -size,
+        -change.unit_bytes,
+        change.case_id,
+        change.device,
+    )
 
 
 def _what(ranked: Sequence[Change]) -> str:
@@ -122,12 +136,16 @@ def _where(ranked: Sequence[Change], measured: Mapping[str, Mapping[str, Any]]) 
     that not all cases have.
     """
     affected = {change.case_id: change.case for change in ranked}
-    if len(affected) == len(measured):
-        return f"in all {len(measured)} cases" if len(measured) > 1 else f"in case {ranked[0].case_id}"
     if len(affected) == 1:
-        return f"in case {ranked[0].case_id} (1 of {len(measured)})"
-    common = _common(list(affected.values()), list(measured.values()))
-    return f"in {len(affected)} of {len(measured)} cases{common} (most in {ranked[0].case_id})"
+        return f"in case {ranked[0].case_id}" + (f" (1 of {len(measured)})" if len(measured) > 1 else "")
+    metric = BY_NAME[ranked[0].metric]
+    values = {_transition(metric, change) for change in ranked}
+    most = "" if metric.rule is Rule.CHECK or len(values) == 1 else f" (most in {ranked[0].case_id})"
+    if len(affected) == len(measured):
+        return f"in all {len(measured)} cases{most}"
+    return (
+        f"in {len(affected)} of {len(measured)} cases{_common(list(affected.values()), list(measured.values()))}{most}"
+    )
 
 
 def _common(affected: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> str:

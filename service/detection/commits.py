@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from service.catalogue import BY_NAME, Metric, MetricClass, Rule
-from service.detection.level_sets import Levels, device_class
+from service.detection.level_sets import Levels, Rosters, Standing, carry, device_class, expected, redefined
 from service.detection.levels import Circumstances, Level, State, Step, advance, fail_at_once, resume, start
 from service.detection.rules import NONFINITE, Reading, Relation, floor, relate, worst
 
@@ -42,21 +42,36 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a commit changed, and the levels after it."""
+    """What a commit changed, and what stands after it."""
 
-    levels: Levels
+    standing: Standing
     comparisons: tuple[Comparison, ...]
 
 
-def judge_commit(before: Levels, observations: Sequence[Observation], sha: str) -> Judgement:
-    """Advance the levels by a commit's observations and compare each. `before` is left as it is."""
-    after: Levels = {series: dict(segments) for series, segments in before.items()}
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a commit's runs saw: readings by series, and the series that each suite measured."""
+
+    observations: Sequence[Observation]
+    rosters: Rosters
+
+
+def judge_commit(before: Standing, measured: Measured, sha: str, *, baseline: str, required: str) -> Judgement:
+    """Advance what stands by what was measured of a commit, and compare each series. `before` is left as it is.
+
+    `baseline` is the commit that `before` stands for, empty if there is none; the suite `required` is expected of every
+    commit once it was run.
+    """
+    after: Levels = {series: dict(segments) for series, segments in before.levels.items()}
     comparisons: list[Comparison] = []
-    ordered = sorted(observations, key=lambda item: (item.series, item.segment))
+    ordered = sorted(measured.observations, key=lambda item: (item.series, item.segment))
     for group in _by_series_and_device(ordered):
-        comparisons += _judge_series(before.get(group[0].series, {}), after.setdefault(group[0].series, {}), group, sha)
-    comparisons += _missing(before, after, ordered)
-    return Judgement(after, tuple(comparisons))
+        own = before.levels.get(group[0].series, {})
+        comparisons += _judge_series(own, after.setdefault(group[0].series, {}), group, sha)
+    due = expected(before.rosters, measured.rosters, required)
+    changed = {device for device, _ in redefined(before.rosters, measured.rosters)}
+    comparisons += _missing(before.levels, after, ordered, _Due(due, changed, baseline))
+    return Judgement(Standing(after, carry(before.rosters, measured.rosters)), tuple(comparisons))
 
 
 Unknown = tuple[str, State]
@@ -97,7 +112,7 @@ def _judge_series(
 
 def _decide(metric: Metric, level: Level | None, reading: Reading, facts: Circumstances, *, unknown: Unknown) -> Step:
     if metric.name in ENDINGS and worst(metric, reading) == 0:
-        if level is None or not level.measured:
+        if level is None:
             return start(metric, reading, "", State.INVALID)
         if not level.opened and level.accepted == 0:
             return Step(level, State.INVALID, before=0.0, after=0.0, reason=reading.note)
@@ -105,8 +120,8 @@ def _decide(metric: Metric, level: Level | None, reading: Reading, facts: Circum
         return fail_at_once(metric, reading, facts.sha)
     if level is None:
         return start(metric, reading, *unknown)
-    if not level.measured:
-        return resume(metric, level, reading, facts.floor)
+    if level.lapsed:
+        return resume(metric, level, reading, facts)
     return advance(metric, level, reading, facts)
 
 
@@ -166,26 +181,42 @@ def _facts(levels: Mapping[str, Level], one: Observation, *, correct: bool) -> d
     }
 
 
-def _missing(before: Levels, after: Levels, observations: Sequence[Observation]) -> Iterator[Comparison]:
-    """Series and metrics that the baseline had and this commit, measured on that device class, has not.
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """What a commit should have measured: series on device classes, and every metric of a series that it did measure.
+    On the devices `redefined` a suite asks for something else than it did: what it dropped is reported once."""
 
-    A case that did not end well keeps its levels: it is judged by how it ended.
+    series: set[tuple[str, int]]
+    redefined: set[str]
+    baseline: str
+
+
+def _missing(before: Levels, after: Levels, observations: Sequence[Observation], due: _Due) -> Iterator[Comparison]:
+    """Series and metrics that were measured before, and should have been here.
+
+    They stay missing until they are measured. A case that did not end well keeps its levels: it is judged by how it
+    ended.
     """
-    measured = {device_class(one.segment) for one in observations}
-    seen = {(one.series, device_class(one.segment), name) for one in observations for name in one.readings}
-    broken = {(one.series, device_class(one.segment)) for one in observations if _ended_badly(one)}
+    measured = {(device_class(one.segment), one.series) for one in observations}
+    seen = {(device_class(one.segment), one.series, name) for one in observations for name in one.readings}
+    broken = {(device_class(one.segment), one.series) for one in observations if _ended_badly(one)}
     for series, segments in sorted(before.items()):
         reported: set[tuple[str, str]] = set()
         for segment, levels in sorted(segments.items()):
-            device = device_class(segment)
-            if device not in measured or (series, device) in broken:
+            own = device_class(segment), series
+            if own in broken or own not in measured | due.series:
                 continue
             for name, level in sorted(levels.items()):
-                if level.measured and (series, device, name) not in seen and _is_judged(name):
-                    after[series][segment] = after[series][segment] | {name: replace(level, measured=False)}
-                    if (device, name) not in reported:
-                        yield _lost(series, segment, name, level)
-                    reported.add((device, name))
+                if (*own, name) in seen or not _is_judged(name):
+                    continue
+                after[series][segment] = dict(after[series][segment])
+                if own in measured and own[0] in due.redefined:
+                    del after[series][segment][name]
+                else:
+                    after[series][segment][name] = replace(level, lapsed=level.lapsed or due.baseline)
+                if (own[0], name) not in reported:
+                    yield _lost(series, segment, name, level)
+                reported.add((own[0], name))
 
 
 def _ended_badly(one: Observation) -> bool:
@@ -198,5 +229,5 @@ def _is_judged(name: str) -> bool:
 
 def _lost(series: int, segment: str, name: str, level: Level) -> Comparison:
     before = None if level.top == NONFINITE else level.top
-    reason = "measured at the baseline, not at this commit"
+    reason = f"measured at {level.lapsed[:7]}, not since" if level.lapsed else "measured at the baseline, not here"
     return Comparison(series, name, segment, "", None, Step(level, State.MISSING, before=before, reason=reason))

@@ -7,7 +7,7 @@ a pure fold along the commit graph, so that the order in which results arrive ch
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from service.catalogue import Metric, Rule
+from service.catalogue import Metric, MetricClass, Rule
 from service.detection.rules import (
     NONFINITE,
     Reading,
@@ -15,6 +15,7 @@ from service.detection.rules import (
     confirmed,
     cross,
     effect,
+    equal_samples,
     relate,
     worst,
 )
@@ -38,14 +39,13 @@ class Level:
     """What stands after a commit, in the metric's unit.
 
     `opened` holds (value, culprit) of open findings, each worse than the one before it. `pending` is a better value
-    that waits for its second, equal pass. `measured` is False where the last commit that could have measured it did
-    not: the next value has no baseline.
+    that waits for its second, equal pass. `lapsed` is the last commit that measured it, where later ones did not.
     """
 
     accepted: float
     opened: tuple[tuple[float, str], ...] = ()
     pending: float | None = None
-    measured: bool = True
+    lapsed: str = ""
 
     @property
     def top(self) -> float:
@@ -86,7 +86,8 @@ class Circumstances:
 def start(metric: Metric, reading: Reading, reason: str, state: State = State.NO_BASELINE) -> Step:
     """The first reading of a segment: the worst of its samples becomes the accepted value."""
     value = worst(metric, reading)
-    return Step(Level(value), state, after=_finite(value), reason=reason or reading.note)
+    doubts = "; ".join(doubt for doubt in (reading.note, unequal(metric, reading)) if doubt)
+    return Step(Level(value), state, after=_finite(value), reason=reason or doubts)
 
 
 def fail_at_once(metric: Metric, reading: Reading, sha: str) -> Step:
@@ -95,20 +96,17 @@ def fail_at_once(metric: Metric, reading: Reading, sha: str) -> Step:
     return Step(Level(1.0, opened=((value, sha),)), State.REGRESS, after=_finite(value), limit=1.0, reason=reading.note)
 
 
-def resume(metric: Metric, level: Level, reading: Reading, floor: float) -> Step:
-    """The first reading after a commit that should have measured the series and did not: no baseline.
+def resume(metric: Metric, level: Level, reading: Reading, facts: Circumstances) -> Step:
+    """The first reading after commits that did not measure the metric, compared with what stood before them.
 
-    An equal value leaves the level, and its open findings, as they were; any other starts anew.
+    What is worse or better is so, wherever in between it came about. What is not has still no baseline: the commits
+    between may have been anything.
     """
-    reason = "the baseline commit did not measure it"
-    if relate(metric, level.top, reading, floor) is Relation.SAME:
-        return Step(
-            replace(level, measured=True),
-            State.NO_BASELINE,
-            after=_finite(worst(metric, reading)),
-            reason=reason,
-        )
-    return start(metric, reading, reason)
+    step = advance(metric, replace(level, lapsed=""), reading, facts)
+    gap = f"the commits after {level.lapsed[:7]} did not measure it"
+    if step.state is State.PASS:
+        return replace(step, state=State.NO_BASELINE, reason=gap)
+    return replace(step, reason=f"{step.reason}; {gap}" if step.reason else gap)
 
 
 def advance(metric: Metric, level: Level, reading: Reading, facts: Circumstances) -> Step:
@@ -185,9 +183,24 @@ def _improve(metric: Metric, level: Level, reading: Reading, facts: Circumstance
 
 
 def _notice(metric: Metric, level: Level, reading: Reading, floor: float) -> str:
-    if metric.rule in (Rule.ERROR_MAX, Rule.ERROR_RMS) and level.accepted == 0 and 0 < worst(metric, reading) <= floor:
+    """What a pass has to say: it is no pass by silence."""
+    value = worst(metric, reading)
+    if value == NONFINITE:
+        return "is not finite, as it was"
+    if metric.rule is Rule.CHECK and value == 0:
+        return "fails, as it did"
+    if metric.rule in (Rule.ERROR_MAX, Rule.ERROR_RMS) and level.accepted == 0 and 0 < value <= floor:
         return "exactness lost: it was 0 and is now an error under the floor"
-    return ""
+    return unequal(metric, reading)
+
+
+def unequal(metric: Metric, reading: Reading) -> str:
+    """A word on repetitions of an exact metric that differ, where they do: they are treated as noise."""
+    if metric.metric_class is not MetricClass.EXACT or equal_samples(reading):
+        return ""
+    return (
+        f"not deterministic: {min(reading.samples):.0f} to {max(reading.samples):.0f} in {len(reading.samples)} calls"
+    )
 
 
 def _with_numbers(metric: Metric, level: Level, reading: Reading, floor: float, step: Step) -> Step:

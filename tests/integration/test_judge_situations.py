@@ -13,6 +13,7 @@ from sqlalchemy import select
 
 from service import judge, models, queries, wire
 from service.db import SessionFactory
+from service.errors import Invalid
 from service.ingest import ingest, register_commits, register_target
 
 B = 8_000_000.0  # bytes
@@ -176,6 +177,85 @@ def test_sizes_that_the_base_lacks_have_no_baseline_and_the_whole_is_no_pass(sto
     story.judge()
     assert [story.verdict(f"c{index}").state for index in range(4)] == ["no-baseline", "missing", "no-baseline", "pass"]
     assert {item.case_id for item in story.verdict("c2").undecided} == {both[1].case.id}
+
+
+def test_what_is_missing_stays_missing_until_it_is_measured(story: Story) -> None:
+    both = [story.row(), story.row(tokens=128)]
+    story.post(story.at(0), *both)
+    story.post(story.at(1), story.row())
+    story.post(story.at(2), story.row(), suite="another")
+    story.register(story.at(3, watched="c2"))
+    story.post(story.at(4), story.row(), story.row(2 * B, tokens=128))
+    story.judge()
+    assert [story.verdict(f"c{index}").state for index in range(1, 5)] == ["missing", "missing", "missing", "regress"]
+    assert story.verdict("c4").findings[0].affected[0].reason == (
+        f"the commits after {story.payloads.sha('c0')[:7]} did not measure it"
+    )
+
+
+def test_a_kernel_that_the_target_no_longer_declares_is_not_missing(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    (fused,) = payloads.target().kernels
+    second = fused.model_copy(update={"name": "second", "control": None})
+    story = Story(session_factory, payloads, kernels=[fused.model_dump(), second.model_dump()])
+    story.post(story.at(0), story.row(), story.row(kernel="second"))
+    story.post(story.at(1), story.row())
+    story.judge()
+    assert story.verdict("c1").state == "missing"
+    with session_factory.begin() as session:
+        register_target(session, payloads.target(), registered_by="test")
+    story.judge()
+    assert story.verdict("c1").state == "pass"
+
+
+def test_nothing_is_made_of_a_base_that_could_not_be_measured(story: Story) -> None:
+    story.post(story.at(0), story.row(outcome="unmeasurable", values={}, notes={"outcome": "no such module"}))
+    story.register(story.at(1, watched="c0"))
+    story.judge()
+    verdict = story.verdict("c1")
+    assert (verdict.state, verdict.inherited_from) == ("invalid", story.payloads.sha("c0"))
+
+
+def test_a_history_that_begins_in_the_middle_says_so(story: Story) -> None:
+    story.post(story.at(1), story.row())
+    story.judge()
+    assert f"ancestor {story.payloads.sha('c0')[:7]} is unknown here" in story.verdict("c1").reason
+    story.register(story.at(0))
+    story.judge()
+    assert story.verdict("c1").reason == "no ancestor is measured: this is the first measurement"
+
+
+def test_a_merge_base_that_is_not_measured_is_queued_once(story: Story, session_factory: SessionFactory) -> None:
+    story.post(story.at(0), story.row())
+    story.register(story.at(1), head="c1")
+    for index in range(2):
+        story.post(story.commit(f"p{index}", "c1", minute=9), story.row())
+        story.judge()
+    with session_factory() as session:
+        jobs = session.execute(select(models.Commit.sha, models.Job.suite).join(models.Job)).all()
+    assert [tuple(job) for job in jobs] == [(story.payloads.sha("c1"), "demo")]
+    assert (story.verdict("p0").state, story.verdict("p0").baseline_distance) == ("pass", 2)
+
+
+def test_a_push_that_repairs_a_pull_request_closes_its_finding(story: Story) -> None:
+    main = story.commit("main")
+    story.post(main, story.row())
+    story.register(main, head="main")
+    story.post(story.commit("p1", "main", minute=1), story.row(2 * B))
+    story.post(story.commit("p2", "p1", minute=2), story.row(2 * B))
+    story.judge()
+    assert len(story.findings("open")) == 2
+    story.post(story.commit("p3", "p2", minute=3), story.row(B))
+    story.judge()
+    assert (len(story.findings("open")), len(story.findings("recovered"))) == (0, 2)
+
+
+def test_quarantined_results_are_no_base_to_compare_with(story: Story) -> None:
+    story.post(story.at(0), story.row(), quarantined=True)
+    story.post(story.at(1), story.row())
+    with story.factory() as session, pytest.raises(Invalid, match="quarantined"):
+        judge.compare(session, "demo", story.payloads.sha("c0"), story.payloads.sha("c1"))
 
 
 def test_a_failed_base_measurement_keeps_the_level_before_it(story: Story) -> None:

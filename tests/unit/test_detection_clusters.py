@@ -45,7 +45,19 @@ def test_memory_is_told_in_units_of_the_logits() -> None:
 
 def test_what_the_affected_cases_share_is_named() -> None:
     found = sentence(change("n1-bfloat16"), change("n64-bfloat16"))
-    assert "in 2 of 4 cases, all with dtype bfloat16 (most in n1-bfloat16)" in found
+    assert "2.00 U -> 3.00 U in 2 of 4 cases, all with dtype bfloat16, at" in found
+
+
+def test_values_that_are_one_cases_say_whose_they_are() -> None:
+    more = {"after": 4.0 * (1 << 20), "effect": 1.0}
+    found = sentence(*(change(case_id, **(more if case_id == "n1-float32" else {})) for case_id in CASES))
+    assert "2.00 U -> 4.00 U in all 4 cases (most in n1-float32), at" in found
+
+
+def test_what_is_no_number_any_more_leads() -> None:
+    small = change(metric="g_rel_l2_lp", before=3e-8, after=1e-3, effect=15.0)
+    broken = change(metric="g_rel_l2_ent", before=3e-8, after=None, effect=None)
+    assert "relative L2 error of the entropy gradient of fused: 3e-08 -> not finite" in sentence(small, broken)
 
 
 def test_the_largest_effect_of_the_leading_metric_leads() -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from service.detection.commits import Judgement, Observation, judge_commit
-from service.detection.level_sets import Levels
+from service.detection.commits import Judgement, Measured, Observation, judge_commit
+from service.detection.level_sets import Roster, Standing
 from service.detection.levels import Level
 from service.detection.rules import Reading
 
@@ -21,11 +21,22 @@ def observe(
     return Observation(series, segment, "Test CPU", dtype, readings)
 
 
+def judge(before: Standing, *observations: Observation, sha: str = SHA, digest: str = "e") -> Judgement:
+    """One run of suite "quick"."""
+    rosters = {
+        (device, "quick"): Roster(
+            digest, frozenset(one.series for one in observations if one.segment.startswith(f"{device}/"))
+        )
+        for device in {one.segment.partition("/")[0] for one in observations}
+    }
+    return judge_commit(before, Measured(observations, rosters), sha, baseline="b" * 40, required="quick")
+
+
 def fold(*commits: Mapping[str, float | None]) -> Judgement:
     """Commits one after the other on one series."""
-    judgement = Judgement({}, ())
+    judgement = Judgement(Standing(), ())
     for number, values in enumerate(commits):
-        judgement = judge_commit(judgement.levels, [observe(values)], f"{number:040d}")
+        judgement = judge(judgement.standing, observe(values), sha=f"{number:040d}")
     return judgement
 
 
@@ -71,7 +82,7 @@ def test_a_case_that_did_not_end_well_keeps_its_levels() -> None:
     good = {"step_peak_bytes": 1e6}
     judgement = fold(good, {"completes": 0.0})
     assert states(judgement) == {"callable": "pass", "completes": "regress"}
-    assert states(judge_commit(judgement.levels, [observe({"step_peak_bytes": 2e6})], SHA)) == {
+    assert states(judge(judgement.standing, observe({"step_peak_bytes": 2e6}))) == {
         "callable": "pass",
         "completes": "pass",
         "step_peak_bytes": "regress",
@@ -82,13 +93,35 @@ def test_a_case_that_never_ended_well_is_invalid_each_time() -> None:
     assert states(fold({"completes": 0.0}, {"completes": 0.0}))["completes"] == "invalid"
 
 
-def test_a_metric_that_vanishes_is_missing_once() -> None:
-    judgement = fold({"operations": 5.0, "step_peak_bytes": 1e6}, {"operations": 5.0})
-    assert states(judgement)["step_peak_bytes"] == "missing"
-    judgement = judge_commit(judgement.levels, [observe({"operations": 5.0})], SHA)
-    assert "step_peak_bytes" not in states(judgement)
-    back = judge_commit(judgement.levels, [observe({"operations": 5.0, "step_peak_bytes": 1e6})], SHA)
-    assert states(back)["step_peak_bytes"] == "no-baseline"
+def test_a_metric_that_vanishes_stays_missing_and_keeps_its_level() -> None:
+    some, all_of = {"operations": 5.0}, {"operations": 5.0, "step_peak_bytes": 1e6}
+    judgement = fold(all_of, some)
+    for _ in range(2):
+        assert states(judgement)["step_peak_bytes"] == "missing"
+        judgement = judge(judgement.standing, observe(some))
+    assert states(judge(judgement.standing, observe(all_of)))["step_peak_bytes"] == "no-baseline"
+    assert states(judge(judgement.standing, observe(all_of | {"step_peak_bytes": 2e6})))["step_peak_bytes"] == "regress"
+
+
+def test_a_case_that_vanishes_stays_missing_and_keeps_its_findings() -> None:
+    small, large = observe({"operations": 5.0}), observe({"operations": 9.0}, series=2)
+    judgement = judge(Standing(), small, large)
+    judgement = judge(judgement.standing, small, observe({"operations": 99.0}, series=2), sha="c" * 40)
+    for _ in range(2):
+        judgement = judge(judgement.standing, small)
+        assert {item.series for item in judgement.comparisons if item.step.state == "missing"} == {2}
+    judgement = judge(judgement.standing, small, observe({"operations": 9.0}, series=2))
+    assert [item.step.recovered for item in judgement.comparisons if item.step.recovered] == [("c" * 40,)]
+
+
+def test_what_a_changed_suite_drops_is_missing_once() -> None:
+    small, large = observe({"operations": 5.0}), observe({"operations": 9.0}, series=2)
+    judgement = judge(Standing(), observe({"operations": 5.0, "step_peak_bytes": 1e6}), large)
+    judgement = judge(judgement.standing, small, digest="f")
+    lost = {(item.series, item.metric) for item in judgement.comparisons if item.step.state == "missing"}
+    assert lost == {(1, "step_peak_bytes"), (2, "operations"), (2, "callable"), (2, "completes")}
+    judgement = judge(judgement.standing, small, digest="f")
+    assert {item.step.state for item in judgement.comparisons} == {"pass"}
 
 
 def test_a_check_that_is_new_to_a_known_case_needs_no_baseline_if_it_holds() -> None:
@@ -114,23 +147,29 @@ def test_an_error_over_the_gate_of_a_contract_fails_at_once_and_is_flagged_once(
 
 
 def test_what_was_measured_in_another_environment_alone_is_incomparable() -> None:
-    before = judge_commit({}, [observe({"operations": 5.0})], SHA).levels
-    judgement = judge_commit(before, [observe({"operations": 9.0}, segment="cpu/2")], SHA)
+    before = judge(Standing(), observe({"operations": 5.0})).standing
+    judgement = judge(before, observe({"operations": 9.0}, segment="cpu/2"))
     assert set(states(judgement).values()) == {"incomparable"}
-    again = judge_commit(judgement.levels, [observe({"operations": 5.0})], SHA)
+    again = judge(judgement.standing, observe({"operations": 5.0}))
     assert states(again)["operations"] == "pass"
 
 
 def test_another_device_class_has_a_history_of_its_own() -> None:
-    before = judge_commit({}, [observe({"operations": 5.0})], SHA).levels
-    judgement = judge_commit(before, [observe({"operations": 9.0}, segment="cuda/1")], SHA)
+    before = judge(Standing(), observe({"operations": 5.0})).standing
+    judgement = judge(before, observe({"operations": 9.0}, segment="cuda/1"))
     assert set(states(judgement).values()) == {"no-baseline"}
 
 
-def test_the_levels_before_are_left_as_they_were() -> None:
-    before: Levels = {1: {"cpu/1": {"operations": Level(5.0)}}, 2: {"cpu/1": {"operations": Level(5.0)}}}
-    judge_commit(before, [observe({"operations": 9.0})], SHA)
-    assert before == {1: {"cpu/1": {"operations": Level(5.0)}}, 2: {"cpu/1": {"operations": Level(5.0)}}}
+def test_what_stood_before_is_left_as_it_was() -> None:
+    before, same = (
+        Standing(
+            {one: {"cpu/1": {"operations": Level(5.0)}} for one in (1, 2)}, {("cpu", "quick"): Roster("e", {1, 2})}
+        )
+        for _ in range(2)
+    )
+    judgement = judge(before, observe({"operations": 9.0}))
+    assert before == same
+    assert judgement.standing != same
 
 
 def test_informational_values_are_not_compared() -> None:

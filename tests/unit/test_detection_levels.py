@@ -3,7 +3,7 @@
 from itertools import count
 
 from service.catalogue import BY_NAME
-from service.detection.level_sets import Levels, dump, load, open_levels
+from service.detection.level_sets import Levels, Roster, Standing, carry, dump, expected, load, open_levels, redefined
 from service.detection.levels import Circumstances, Level, State, Step, advance, resume, start
 from service.detection.rules import NONFINITE, Reading
 
@@ -100,12 +100,34 @@ def test_samples_around_the_limit_are_inconclusive_and_change_nothing() -> None:
     assert (result.state, result.level) == (State.INCONCLUSIVE, Level(B))
 
 
-def test_after_a_gap_an_equal_value_keeps_the_level_and_another_one_starts_anew() -> None:
-    gap = Level(B, ((2 * B, "c" * 40),), measured=False)
-    same = resume(BYTES, gap, Reading(twice(2 * B)), 0.0)
-    assert (same.state, same.level) == (State.NO_BASELINE, Level(B, ((2 * B, "c" * 40),)))
-    other = resume(BYTES, gap, Reading(twice(5 * B)), 0.0)
-    assert (other.state, other.level) == (State.NO_BASELINE, Level(5 * B))
+def test_after_a_gap_what_stood_before_it_is_compared_with() -> None:
+    culprit, facts = "c" * 40, Circumstances(0.0, "d" * 40)
+    gap = Level(B, ((2 * B, culprit),), lapsed="b" * 40)
+    same = resume(BYTES, gap, Reading(twice(2 * B)), facts)
+    assert (same.state, same.level) == (State.NO_BASELINE, Level(B, ((2 * B, culprit),)))
+    worse = resume(BYTES, gap, Reading(twice(5 * B)), facts)
+    assert (worse.state, worse.before) == (State.REGRESS, 2 * B)
+    assert worse.level == Level(B, ((2 * B, culprit), (5 * B, "d" * 40)))
+    assert worse.reason == "the commits after bbbbbbb did not measure it"
+    back = resume(BYTES, gap, Reading(twice(B)), facts)
+    assert (back.state, back.recovered, back.level) == (State.NO_BASELINE, (culprit,), Level(B))
+    better = resume(BYTES, Level(B, lapsed="b" * 40), Reading(twice(B / 2)), facts)
+    assert (better.state, better.level) == (State.IMPROVE, Level(B / 2))
+
+
+def test_what_stays_bad_passes_with_a_notice() -> None:
+    facts = Circumstances(1e-7, "a" * 40)
+    infinite = advance(BY_NAME["lp_abs_max"], Level(NONFINITE), Reading((), nonfinite=True), facts)
+    assert (infinite.state, infinite.reason) == (State.PASS, "is not finite, as it was")
+    failing = advance(BY_NAME["empty_batch"], Level(0.0), Reading((0.0,)), facts)
+    assert (failing.state, failing.reason) == (State.PASS, "fails, as it did")
+
+
+def test_bytes_that_differ_between_repetitions_are_noted() -> None:
+    result = step(Level(B), B, B + 8)
+    assert (result.state, result.reason) == (State.PASS, "not deterministic: 1000000 to 1000008 in 2 calls")
+    assert start(BYTES, Reading((B, B + 8)), "").reason == "not deterministic: 1000000 to 1000008 in 2 calls"
+    assert not step(Level(B), B, B).reason
 
 
 def test_exactness_that_is_lost_under_the_floor_passes_with_a_notice() -> None:
@@ -123,17 +145,53 @@ def test_a_value_that_is_not_finite_has_no_number() -> None:
     assert result.level.top == NONFINITE
 
 
-def test_a_level_set_survives_storage() -> None:
+def test_what_stands_survives_storage() -> None:
     levels: Levels = {
         7: {
             "cpu/1": {
                 "step_peak_bytes": Level(B),
-                "lp_abs_max": Level(1e-7, ((NONFINITE, "c" * 40),), measured=False),
+                "lp_abs_max": Level(1e-7, ((NONFINITE, "c" * 40),), lapsed="b" * 40),
                 "operations": Level(24.0, pending=12.0),
             }
         }
     }
-    digest, stored = dump(levels)
-    assert load(stored) == levels
+    standing = Standing(levels, {("cpu", "quick"): Roster("e" * 64, frozenset({7, 9}))})
+    digest, stored = dump(standing)
+    assert load(stored) == standing
     assert dump(load(stored)) == (digest, stored)
     assert list(open_levels(levels)) == [(7, "lp_abs_max", "c" * 40)]
+
+
+# --- What a suite is expected to measure ------------------------------------------------------------------------------
+
+QUICK, CORE = ("cpu", "quick"), ("cpu", "core")
+
+
+def roster(*series: int, digest: str | None = "e") -> Roster:
+    return Roster(digest, frozenset(series))
+
+
+def test_a_suite_is_expected_to_measure_what_it_did() -> None:
+    known = {QUICK: roster(1, 2), CORE: roster(3)}
+    assert expected(known, {QUICK: roster(1)}, "quick") == {("cpu", 1), ("cpu", 2)}
+    assert expected(known, {CORE: roster(3)}, "core") == {("cpu", 3)}
+
+
+def test_the_targets_own_suite_is_expected_wherever_it_was_run_before() -> None:
+    known = {QUICK: roster(1, 2), CORE: roster(3)}
+    assert expected(known, {CORE: roster(3)}, "quick") == {("cpu", 1), ("cpu", 2), ("cpu", 3)}
+    assert expected({CORE: roster(3)}, {CORE: roster(3)}, "quick") == {("cpu", 3)}
+
+
+def test_a_suite_that_is_new_does_not_stand_in_for_another() -> None:
+    assert expected({CORE: roster(3)}, {("cpu", "mine"): roster(1)}, "quick") == {("cpu", 3)}
+    assert expected({CORE: roster(3)}, {("cuda", "core"): roster(3)}, "quick") == set()
+
+
+def test_a_suite_keeps_what_it_lacked_until_it_asks_for_something_else() -> None:
+    known = {QUICK: roster(1, 2)}
+    assert carry(known, {QUICK: roster(1)}) == {QUICK: roster(1, 2)}
+    assert carry(known, {QUICK: roster(1, digest="f")}) == {QUICK: roster(1, digest="f")}
+    assert carry(known, {CORE: roster(3)}) == {QUICK: roster(1, 2), CORE: roster(3)}
+    assert redefined(known, {QUICK: roster(1, digest="f")}) == {QUICK}
+    assert redefined(known, {QUICK: roster(1, digest=None), CORE: roster(3)}) == set()

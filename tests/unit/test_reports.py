@@ -36,6 +36,7 @@ def finding(**changes: Any) -> dict[str, Any]:
         "sentence": "peak memory of fused: 2.00 U -> 3.00 U",
         "affected": [step()],
         "reproduce": "ulpwatch measure --case n64",
+        "required": True,
     } | changes
 
 
@@ -52,6 +53,7 @@ def verdict(**changes: Any) -> dict[str, Any]:
         "inherited": [],
         "recovered": [],
         "undecided": [],
+        "notices": [],
     } | changes
 
 
@@ -118,7 +120,24 @@ def test_junit_fails_for_a_regression_and_errs_for_the_undecided() -> None:
 
 
 def test_junit_survives_control_characters() -> None:
-    ElementTree.fromstring(junit(verdict(reason="\x1b[31mred \x00 & <bad>")))
+    ElementTree.fromstring(junit(verdict(reason="\x1b[31mred \x00 & <bad> \ud800\ufffe\uffff\U0001f600")))
+
+
+def test_what_the_target_does_not_require_is_told_and_fails_nothing() -> None:
+    view = verdict(state="pass", findings=[finding(required=False)])
+    suite = ElementTree.fromstring(junit(view))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "0")
+    assert "regress (not required by the target)  peak memory of fused" in text(view)
+
+
+def test_a_message_cannot_steer_the_terminal() -> None:
+    told = text(verdict(reason="\x1b[2Jgone\npass: all is well", findings=[]))
+    assert "\x1b" not in told
+    assert "\npass" not in told
+
+
+def test_notices_are_told() -> None:
+    assert "notice  fused" in text(verdict(notices=[step(state="pass", reason="fails, as it did")]))
 
 
 def test_json_is_the_verdict_itself() -> None:
