@@ -49,7 +49,8 @@ class SubjectPlan(BaseModel):
 class Plan(BaseModel):
     """Everything a measured process is told: the subject, the cases, the limits and where to answer.
 
-    `nonce` is hexadecimal, `descriptor` the inherited end of the channel, `parent` the job's process id.
+    `nonce` is hexadecimal, `descriptor` the inherited end of the channel, `parent` the job's process id. The cases are
+    split over `ranks` processes; the first one answers, starts the others, and is their parent.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +60,8 @@ class Plan(BaseModel):
     parent: int
     subject: SubjectPlan
     cases: list[Case]
+    rank: int = 0
+    ranks: int = 1
     device: str = "cpu"
     threads: int = 1
     memory_bytes: int | None = None

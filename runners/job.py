@@ -241,32 +241,39 @@ def _measure_side_by_side(
 
 
 def _measure(assignment: Assignment, subject: SubjectPlan, host: _Host) -> tuple[Environment, list[Measurement]]:
-    """One kernel on its cases, in as many processes as deaths make necessary.
+    """One kernel on its cases, in as many processes as their ranks and deaths make necessary.
 
-    A process that begins no case is the last one, so that there are never more processes than cases.
+    A process that begins no case is the last one for its number of ranks, so that there are never more processes than
+    cases.
     """
     stop_at = time.monotonic() + host.limits.kernel_seconds
     measured: list[Measurement] = []
     rest = assignment.cases
     while True:
-        hearing = Hearing(assignment, rest, host.on_progress)
+        ranks = rest[0].tensor_parallel
+        batch = [case for case in rest if case.tensor_parallel == ranks]
+        others = [case for case in rest if case.tensor_parallel != ranks]
+        hearing = Hearing(assignment, batch, host.on_progress)
         ending = converse(
             subject,
-            rest,
+            batch,
             hearing,
             limits=host.limits,
             device=host.device,
             environment=host.environment,
+            ranks=ranks,
             stop_at=stop_at,
             stop=host.stop,
         )
         if hearing.environment is None:
             raise JobError(f"the measured process of kernel {assignment.name!r} did not start: {ending.story}")
         measured += hearing.measurements
-        lost, rest = lost_and_left(hearing, ending, is_late=time.monotonic() >= stop_at)
+        lost, left = lost_and_left(hearing, ending, is_late=time.monotonic() >= stop_at)
         measured += [assignment.without_result(case, outcome, reason) for case, outcome, reason in lost]
+        rest = left + others
         if not rest:
-            return hearing.environment, measured
+            place = {case.id: index for index, case in enumerate(assignment.cases)}
+            return hearing.environment, sorted(measured, key=lambda one: place[one.case.id])
 
 
 class Hearing:
@@ -319,8 +326,8 @@ class Hearing:
 
     def _begin(self) -> None:
         self.has_begun = self.is_measuring = True
-        total = len(self._assignment.cases)
-        place = total - len(self.cases) + self.next + 1
+        cases = self._assignment.cases
+        total, place = len(cases), cases.index(self.cases[self.next]) + 1
         self._on_progress(f"{self._assignment.name}: case {place} of {total}, {self.cases[self.next].id}")
 
 

@@ -94,12 +94,14 @@ def converse(
     limits: Limits,
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
+    ranks: int = 1,
     stop_at: float = float("inf"),
     stop: threading.Event | None = None,
 ) -> Ending:
     """Start a process on a plan and pass on its messages until it is done, dies, or must be ended.
 
-    `environment` adds to the scrubbed one; `stop_at` is a time.monotonic() at which it is ended whatever it does.
+    `environment` adds to the scrubbed one; the cases are split over `ranks` processes; `stop_at` is a
+    time.monotonic() at which it is ended whatever it does.
     Raises StoppedError once `stop` is set. Nothing it started is left running.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -110,6 +112,7 @@ def converse(
         parent=os.getpid(),
         subject=subject,
         cases=cases,
+        ranks=ranks,
         device=device,
         threads=limits.threads,
         memory_bytes=limits.memory_bytes,

@@ -51,12 +51,12 @@ def needed_arguments(case: Case) -> frozenset[str]:
 
 def fitting_cases(kernel: TargetKernel, cases: Iterable[Case]) -> list[Case]:
     """The cases that can be asked of a kernel: it takes what they need, and returns an entropy exactly where they
-    want one. One process measures, so that tensor-parallel cases fit none.
+    want one, and the vocabulary divides by the ranks.
     """
     returns_entropy = any("entropy" in item for item in kernel.returns)
 
     def fits(case: Case) -> bool:
-        if case.tensor_parallel != 1 or not needed_arguments(case) <= set(kernel.arguments):
+        if case.vocabulary % case.tensor_parallel or not needed_arguments(case) <= set(kernel.arguments):
             return False
         if case.entropy == "off":
             return "with_entropy" in kernel.arguments or not returns_entropy

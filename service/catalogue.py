@@ -180,6 +180,7 @@ METRICS: tuple[Metric, ...] = (
     _exact(6, "operations", "operation", "dispatched operations, forward + backward", Family.WORK, Rule.COUNT),
     _exact(7, "allocations", "allocation", "allocations, forward + backward", Family.WORK, Rule.COUNT),
     _exact(8, "collectives", "collective", "collectives, forward + backward", Family.COMMUNICATION, Rule.ANY_CHANGE),
+    _exact(9, "collective_bytes", "byte", "bytes given to collectives", Family.COMMUNICATION, Rule.BYTES),
     # Numeric: against the float64 oracle on the same rounded inputs.
     _error(20, "lp_abs_max", "nat", "worst log-prob error", Rule.ERROR_MAX, "perm_delta_lp", "lp_scale"),
     _error(21, "ent_abs_max", "nat", "worst entropy error", Rule.ERROR_MAX, "perm_delta_ent", "ent_scale"),
@@ -238,6 +239,12 @@ METRICS: tuple[Metric, ...] = (
     _fact(36, "peer_tgt_rel_max", "1", "the plain fp32 form's g_tgt_rel_max"),
     *_gradient(40, "lp", "log-prob"),
     *_gradient(50, "ent", "entropy"),
+    # Over several ranks, against the kernel's own result where one rank holds all; tp_invariant decides.
+    _fact(60, "tp_delta_lp", "nat", "worst change of the log-prob with the ranks"),
+    _fact(61, "tp_delta_ent", "nat", "worst change of the entropy with the ranks"),
+    _fact(62, "tp_delta_g_lp", "1", "relative L2 change of the log-prob gradient with the ranks"),
+    _fact(63, "tp_delta_g_ent", "1", "relative L2 change of the entropy gradient with the ranks"),
+    _error(64, "rank_disagree", "row", "rows whose outputs are not the same bits on every rank", Rule.TALLY, None),
     # Timing: raw samples; informational until paired confirmation exists.
     _time(70, "forward_cpu_seconds", "process CPU time, forward without graph"),
     _time(71, "train_forward_cpu_seconds", "process CPU time, forward with graph"),
@@ -266,6 +273,8 @@ METRICS: tuple[Metric, ...] = (
     _check(107, "zero_upstream", "a row without an upstream gradient gets an exactly zero gradient"),
     _check(108, "result_shape", "outputs have the shapes that the target declares"),
     _check(109, "within_gates", "errors lie within the absolute gates of the declared contract"),
+    _check(120, "tp_invariant", "any number of ranks gives the same result, gradient and gradient norm"),
+    _check(121, "collectives_agree", "every rank makes the same collectives, in number, order and bytes"),
 )
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from runners.instruments import checks
 from runners.instruments.accuracy import Yardstick, numeric_metrics, permuted, yardstick
 from runners.instruments.memory import measure_memory
+from runners.instruments.parallel import Ranks, RanksError, measure_over_ranks
 from runners.instruments.subject import ARGUMENTS, Branches, Options, ResultShapeError, Subject, branches, options
 from runners.instruments.timing import measure_time
 from runners.instruments.work import measure_work
@@ -48,7 +49,7 @@ def measure_case(
     `group` is handed to a kernel that takes one; it must hold the whole vocabulary (size 1). `repetitions` is the
     number of time samples. No time is stored for a case whose checks or numbers failed. The contract metrics
     `callable` and `completes` are the caller's, who alone sees a kernel die. Raises ValueError for a case that is
-    split over several ranks.
+    split over several ranks: that is measure_split_case's.
     """
     if case.tensor_parallel != 1 or (group is not None and group.size() != 1):
         raise ValueError(f"case {case.id} is split over ranks: measure_case measures the whole vocabulary on one rank")
@@ -66,6 +67,42 @@ def measure_case(
     return Measurement(
         kernel=subject.name,
         role=role,
+        case=case,
+        outcome=outcome,
+        inputs_digest=inputs_digest,
+        values=found.values,
+        nonfinite=found.nonfinite,
+        notes=found.notes,
+    )
+
+
+def measure_split_case(subject: Subject, case: Case, ranks: Ranks) -> Measurement:
+    """Everything about `subject` on a case that is split over ranks. Every rank calls this and gets a measurement; the
+    first rank's is the one to keep. After another outcome than `ok` the ranks are no longer in step: end them.
+    """
+    found = _Findings()
+    if subject.omitted:
+        found.notes["arguments"] = f"not taken by this commit and left out: {', '.join(subject.omitted)}"
+    inputs, inputs_digest = _inputs(_inputs_case(case))
+    yard = _yardstick(_inputs_case(case))
+    outcome: Outcome = "ok"
+    try:
+        measured = measure_over_ranks(subject, inputs, options(case), yard, ranks, exact_readings=_EXACT_READINGS)
+    except RanksError as error:
+        outcome = "raised"
+        found.notes["outcome"] = str(error)
+    else:
+        for name, samples in measured.values.items():
+            if all(map(math.isfinite, samples)):
+                found.values[name] = samples
+            else:
+                found.nonfinite.append(name)
+        _record_checks(measured.faults, found)
+        if ranks.rank == 0 and (fault := _incorrect(found)):
+            found.notes["timing"] = f"not stored: {fault}"
+            found.values = {name: one for name, one in found.values.items() if not name.endswith("_seconds")}
+    return Measurement(
+        kernel=subject.name,
         case=case,
         outcome=outcome,
         inputs_digest=inputs_digest,
@@ -144,7 +181,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _inputs_case(case: Case) -> Case:
     """The case without what does not change its inputs and oracle, so that neighbouring cases share them."""
-    return case.model_copy(update={"entropy": "gradient", "chunk_size": None})
+    return case.model_copy(update={"entropy": "gradient", "chunk_size": None, "tensor_parallel": 1})
 
 
 @lru_cache(maxsize=1)

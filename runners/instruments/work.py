@@ -37,21 +37,28 @@ _WRITE_ONLY = frozenset({"copy_", "fill_", "zero_"})
 
 @dataclass(frozen=True, slots=True)
 class WorkReading:
-    """Counts of dispatched operations and collectives, and the bytes that the operations read and write."""
+    """Counts of dispatched operations and collectives, the bytes that the operations read and write, and those of the
+    tensors that the collectives are given."""
 
     operations: int
     traffic_bytes: int
     collectives: int
+    collective_bytes: int
 
 
 def measure_work(subject: Subject, inputs: Inputs, how: Options) -> WorkReading:
     """Counts one forward + backward of the subject."""
+    return count_work(subject, inputs, how).reading()
+
+
+def count_work(subject: Subject, inputs: Inputs, how: Options) -> "WorkCounter":
+    """The counter after one forward + backward of the subject."""
     mine = fresh(inputs)
     counter = WorkCounter()
     with counter:
         outputs = forward(subject, mine, how)
         step_gradient(outputs, mine, how)
-    return counter.reading()
+    return counter
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,18 +67,19 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Views and uninitialised allocations are no operations: they launch nothing and move no byte. An operation moves the
     distinct bytes of its tensor arguments and results; one that writes in place reads and writes that argument, one
     with an `out=` argument or a fill only writes it. Gathers and scatters move the elements they touch. Collectives
-    are counted apart.
+    are counted apart: `collectives` has their names and bytes in order.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._operations = 0
         self._traffic_bytes = 0
-        self._collectives = 0
+        self.collectives: list[tuple[str, int]] = []
 
     def reading(self) -> WorkReading:
         """What has been counted so far."""
-        return WorkReading(self._operations, self._traffic_bytes, self._collectives)
+        collective_bytes = sum(size for _, size in self.collectives)
+        return WorkReading(self._operations, self._traffic_bytes, len(self.collectives), collective_bytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,7 +89,9 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **keywords)
         name = func.overloadpacket.__name__
         if func.namespace in _COLLECTIVE_NAMESPACES:
-            self._collectives += name not in _NOT_A_COLLECTIVE
+            if name not in _NOT_A_COLLECTIVE:
+                given = _distinct([*args, *keywords.values()])
+                self.collectives.append((name, sum(map(_bytes, given.values()))))
         elif not (func.is_view or name in _FREE):
             self._operations += 1
             self._traffic_bytes += _moved_bytes(func, name, args, keywords, result)

@@ -44,7 +44,9 @@ def test_every_collective_of_forward_and_backward_is_counted_and_no_barrier(grou
         return Reduced.apply(logits), None
 
     inputs = make_inputs(tokens=4, vocabulary=8)
-    assert measure_work(Subject("reduced", run), inputs, Options("off")).collectives == 3
+    reading = measure_work(Subject("reduced", run), inputs, Options("off"))
+    assert reading.collectives == 3
+    assert reading.collective_bytes == 4 * 4 + 4 * 4 + 2 * 4 * 4  # two reductions of four rows, a gather in and out
 
 
 def test_a_vocab_parallel_kernel_communicates_only_where_it_is_given_a_group(group: dist.ProcessGroup) -> None:

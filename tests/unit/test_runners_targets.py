@@ -88,11 +88,16 @@ def test_a_case_without_entropy_needs_a_switch_or_a_kernel_that_returns_none() -
     assert fitting_cases(kernel(returns=("log_prob",)), [off, gradient]) == [off]
 
 
-def test_a_masked_distribution_needs_the_mask_and_a_split_vocabulary_fits_no_single_process() -> None:
+def test_a_masked_distribution_needs_the_mask() -> None:
     masked = Case(tokens=1, vocabulary=8, distribution="masked")
-    split = Case(tokens=1, vocabulary=8, tensor_parallel=2)
-    assert fitting_cases(kernel("with_entropy", "group"), [masked, split]) == []
-    assert fitting_cases(kernel("with_entropy", "group", "keep_mask"), [masked, split]) == [masked]
+    assert fitting_cases(kernel("with_entropy"), [masked]) == []
+    assert fitting_cases(kernel("with_entropy", "keep_mask"), [masked]) == [masked]
+
+
+def test_a_split_vocabulary_needs_a_group_and_a_whole_number_of_columns() -> None:
+    split, uneven = (Case(tokens=1, vocabulary=vocabulary, tensor_parallel=2) for vocabulary in (8, 9))
+    assert fitting_cases(kernel("with_entropy"), [split, uneven]) == []
+    assert fitting_cases(kernel("with_entropy", "group"), [split, uneven]) == [split]
 
 
 def test_a_missing_requirement_is_named_with_its_remedy() -> None:

@@ -38,7 +38,7 @@ def test_an_operation_moves_what_it_reads_and_writes(
 ) -> None:
     with WorkCounter() as counter:
         call()
-    assert counter.reading() == WorkReading(operations, traffic_bytes, collectives=0)
+    assert counter.reading() == WorkReading(operations, traffic_bytes, collectives=0, collective_bytes=0)
 
 
 def test_backward_is_counted_and_repeats(clean: Subject, inputs: Inputs) -> None:
