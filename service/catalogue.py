@@ -273,6 +273,9 @@ METRICS: tuple[Metric, ...] = (
     _check(107, "zero_upstream", "a row without an upstream gradient gets an exactly zero gradient"),
     _check(108, "result_shape", "outputs have the shapes that the target declares"),
     _check(109, "within_gates", "errors lie within the absolute gates of the declared contract"),
+    _check(110, "no_grad", "without gradients (no_grad, inference_mode) the outputs are the same and require none"),
+    _check(111, "autocast", "under bfloat16 autocast the result is the same"),
+    _check(112, "thread_safe", "two threads, each with inputs of its own, get what each gets alone"),
     _check(120, "tp_invariant", "any number of ranks gives the same result, gradient and gradient norm"),
     _check(121, "collectives_agree", "every rank makes the same collectives, in number, order and bytes"),
 )

@@ -4,7 +4,9 @@ They run on small cases only and know no oracle: a kernel is held against its ow
 that needs an argument which the kernel does not take is left out, never passed.
 """
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +30,8 @@ from service.wire import Case, EntropyMode
 LARGEST_ELEMENTS = 1 << 19
 # One call a row: enough rows for every kind of last chunk.
 _CHUNKED_ROWS = 16
+# How long one thread waits for the other between forward and backward.
+_MEETING_SECONDS = 30
 _ALL_MODES: tuple[EntropyMode, ...] = ("off", "value", "gradient")
 
 
@@ -269,6 +273,68 @@ def _result_shape(probe: Probe) -> str | None:
     return None
 
 
+def _no_grad(probe: Probe) -> str | None:
+    """Serving and reference log-probs are made this way."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        mine = fresh(probe.inputs)
+        with mode():
+            outputs = forward(probe.subject, mine, probe.how)
+        if outputs.log_prob.requires_grad or (outputs.entropy is not None and outputs.entropy.requires_grad):
+            return f"{mode.__name__}: an output requires grad"
+        if fault := _difference(
+            probe, _values_of(probe.result), Branches(outputs.log_prob, outputs.entropy, None, None)
+        ):
+            return f"{mode.__name__}: {fault}"
+    return None
+
+
+def _values_of(result: Branches) -> Branches:
+    return replace(result, g_log_prob=None, g_entropy=None)
+
+
+def _autocast(probe: Probe) -> str | None:
+    """A trainer calls its loss inside the autocast of its model."""
+    with torch.autocast(probe.inputs.logits.device.type, dtype=torch.bfloat16):
+        inside = branches(probe.subject, probe.inputs, probe.how)
+    fault = _difference(probe, probe.result, inside)
+    return fault and f"under bfloat16 autocast: {fault}"
+
+
+def _thread_safe(probe: Probe) -> str | None:
+    """Two steps in two threads, each on inputs of its own, both forwards before either backward."""
+    both = (probe.inputs, _turned(probe.inputs))
+    alone = [_step(probe, inputs, lambda: None) for inputs in both]
+    meeting = threading.Barrier(len(both), timeout=_MEETING_SECONDS)
+    with ThreadPoolExecutor(len(both)) as pool:
+        steps = [pool.submit(_step, probe, inputs, meeting.wait) for inputs in both]
+        together = [step.result() for step in steps]
+    for inputs, one, other in zip(both, alone, together, strict=True):
+        if fault := _difference(replace(probe, inputs=inputs), one, other):
+            return f"beside another thread: {fault}"
+    return None
+
+
+def _turned(inputs: Inputs) -> Inputs:
+    """The same rows in another order."""
+    return Inputs(
+        logits=inputs.logits.flip(0),
+        targets=inputs.targets.flip(0),
+        keep_mask=None if inputs.keep_mask is None else inputs.keep_mask.flip(0),
+        upstream_log_prob=inputs.upstream_log_prob.flip(0),
+        upstream_entropy=inputs.upstream_entropy.flip(0),
+    )
+
+
+def _step(probe: Probe, inputs: Inputs, between: Callable[[], object]) -> Branches:
+    """Outputs and the step's gradient, with something between forward and backward."""
+    mine = fresh(inputs)
+    outputs = forward(probe.subject, mine, probe.how)
+    log_prob, entropy = outputs.log_prob.detach().clone(), outputs.entropy
+    entropy = None if entropy is None else entropy.detach().clone()
+    between()
+    return Branches(log_prob, entropy, step_gradient(outputs, mine, probe.how), None)
+
+
 _MASK = frozenset({"keep_mask"})
 _WITH_ENTROPY: tuple[EntropyMode, ...] = ("value", "gradient")
 _CHECKS = (
@@ -296,6 +362,9 @@ _CHECKS = (
     _Check("result_dtype", _result_dtype, rows=False),
     _Check("zero_upstream", _zero_upstream),
     _Check("result_shape", _result_shape, rows=False),
+    _Check("no_grad", _no_grad),
+    _Check("autocast", _autocast),
+    _Check("thread_safe", _thread_safe),
 )
 
 

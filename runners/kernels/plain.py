@@ -47,7 +47,7 @@ def _run(
                 entropies.append(_entropy(log_p if dropped is None else log_softmax(scaled)))
     log_prob = torch.cat(log_probs).float()
     entropy = torch.cat(entropies).float() if with_entropy else None
-    if x.requires_grad:
+    if log_prob.requires_grad:
         _zero_dead_rows(x, log_prob, entropy)
     return log_prob, entropy
 

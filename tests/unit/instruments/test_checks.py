@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +30,13 @@ def test_our_own_kernels_pass_every_check(name: str, mode: Any, inputs: Inputs) 
 
 def test_the_checks_are_those_of_the_catalogue(clean: Subject, inputs: Inputs) -> None:
     known = {m.name for m in BY_NAME.values() if m.metric_class is MetricClass.CONTRACT}
-    elsewhere = {"callable", "completes", "within_gates"}  # read off by the job and by the judge
+    elsewhere = {
+        "callable",
+        "completes",
+        "within_gates",
+        "tp_invariant",
+        "collectives_agree",
+    }  # by job, judge and ranks
     assert set(_faults(clean, inputs)) == known - elsewhere
 
 
@@ -167,6 +173,43 @@ def _column_output(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any)
     return log_prob[:, None], entropy
 
 
+_NEWEST: list[torch.Tensor] = []
+
+
+class _KeepsTheLastInputs(torch.autograd.Function):
+    """Its backward reads what the newest forward left, whoever's that was."""
+
+    @staticmethod
+    def forward(_ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        log_prob, _ = _fused(logits.detach(), targets, with_entropy=False)
+        _NEWEST[:] = logits.softmax(1), torch.nn.functional.one_hot(targets, logits.shape[1]).float()
+        return cast("torch.Tensor", log_prob)
+
+    @staticmethod
+    def backward(_ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        softmax, hot = _NEWEST
+        return (hot - softmax) * upstream[:, None], None
+
+
+def _keeps_the_last_inputs(logits: torch.Tensor, targets: torch.Tensor, **_: Any) -> Any:
+    return _KeepsTheLastInputs.apply(logits, targets), None
+
+
+def _follows_autocast(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        logits = logits.to(torch.get_autocast_dtype("cpu")).float()
+    return _fused(logits, targets, **keywords)
+
+
+def _insists_on_gradients(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
+    with torch.enable_grad():
+        return _fused(logits, targets, **keywords)
+
+
+def _another_value_without_gradients(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
+    return _fused(logits if torch.is_grad_enabled() else logits * 1.01, targets, **keywords)
+
+
 @pytest.mark.parametrize(
     ("check", "faulty", "mode"),
     [
@@ -191,6 +234,10 @@ def _column_output(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any)
         ("target_range", _clamps_targets, "off"),
         ("result_dtype", _double_output, "off"),
         ("zero_upstream", _spreads_nan, "gradient"),
+        ("no_grad", _insists_on_gradients, "off"),
+        ("no_grad", _another_value_without_gradients, "gradient"),
+        ("autocast", _follows_autocast, "gradient"),
+        ("thread_safe", _keeps_the_last_inputs, "off"),
     ],
 )
 def test_a_faulty_kernel_fails_its_check_and_the_reason_is_said(
