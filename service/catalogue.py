@@ -276,6 +276,7 @@ METRICS: tuple[Metric, ...] = (
     _check(110, "no_grad", "without gradients (no_grad, inference_mode) the outputs are the same and require none"),
     _check(111, "autocast", "under bfloat16 autocast the result is the same"),
     _check(112, "thread_safe", "two threads, each with inputs of its own, get what each gets alone"),
+    _check(113, "within_budget", "memory lies within the declared budget"),
     _check(120, "tp_invariant", "any number of ranks gives the same result, gradient and gradient norm"),
     _check(121, "collectives_agree", "every rank makes the same collectives, in number, order and bytes"),
 )

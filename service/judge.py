@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from service import queries
 from service.assessment import Assessment, assess, inherit, keys_in_force, lasting_state, plain
 from service.catalogue import BY_NAME, MetricClass
-from service.detection.commits import ENDINGS, GATES, Measured, Observation, judge_commit
+from service.detection.commits import BUDGET, ENDINGS, GATES, Measured, Observation, judge_commit
 from service.detection.gates import GateFacts, beyond_gates
 from service.detection.level_sets import Roster, Rosters, Standing, dump, load, segment
 from service.detection.levels import State
@@ -27,11 +27,11 @@ from service.findings import first_state, reproduce, settle_findings, store_find
 from service.history import Ancestor, forks, nearest
 from service.job_queue import enqueue
 from service.models import Commit, Environment, Job, LevelSet, Measurement, Run, Series, Target, Verdict
-from service.plans import History, Plan, load_history, planned, tips
+from service.plans import History, Plan, SeriesFacts, load_history, planned, tips
 from service.samples import unpack
 
 # Checks that are read off other values here, and never taken from a runner.
-DERIVED = (*ENDINGS, GATES)
+DERIVED = (*ENDINGS, GATES, BUDGET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def _measured(session: Session, history: History, run_ids: Sequence[int]) -> Mea
         .join(Series, Series.id == Measurement.series_id)
         .where(Measurement.run_id.in_(run_ids), Series.role == "kernel")
     ).all()
-    contracts = {kernel["name"]: kernel.get("contract") for kernel in history.definition.get("kernels", ())}
+    declared = {kernel["name"]: kernel for kernel in history.definition["kernels"]}
     pooled: dict[tuple[int, str], dict[str, list[Reading]]] = {}
     devices: dict[tuple[int, str], str] = {}
     for measurement, environment, _, _ in rows:
@@ -220,7 +220,7 @@ def _measured(session: Session, history: History, run_ids: Sequence[int]) -> Mea
         for key in keys.values():
             devices[key] = min(environment.device, devices.get(key, environment.device))
         series = history.series[measurement.series_id]
-        for name, reading in _readings(measurement, series.case, contracts.get(series.kernel)).items():
+        for name, reading in _readings(measurement, series, declared.get(series.kernel, {})).items():
             pooled.setdefault(keys[BY_NAME[name].metric_class], {}).setdefault(name, []).append(reading)
     observations = tuple(
         Observation(
@@ -255,11 +255,9 @@ def _segment(measurement: Measurement, environment: Environment, metric_class: M
     return segment(environment.device_class, identity, metric_class, measurement.inputs_digest)
 
 
-def _readings(
-    measurement: Measurement, case: Mapping[str, Any], contract: Mapping[str, Any] | None
-) -> dict[str, Reading]:
+def _readings(measurement: Measurement, series: SeriesFacts, declared: Mapping[str, Any]) -> dict[str, Reading]:
     """The readings of one measurement. How it ended is read off the outcome; a case that did not end well has no other
-    values that could be trusted. A declared contract adds the check of its gates."""
+    values that could be trusted. What the target declares of the kernel adds the checks of its gates and its budget."""
     notes: Mapping[str, str] = measurement.notes or {}
     outcome = measurement.outcome
     ending = notes.get("outcome", "")
@@ -272,9 +270,22 @@ def _readings(
     for name in (*samples, *nonfinite):
         if name not in DERIVED and BY_NAME[name].metric_class is not MetricClass.TIMING:
             readings[name] = Reading(samples.get(name, ()), name in nonfinite, notes.get(name, ""))
-    if contract:
-        readings |= _gated(samples, case, contract)
+    if contract := declared.get("contract"):
+        readings |= _gated(samples, series.case, contract)
+    if budget := declared.get("budget"):
+        readings |= _budgeted(samples, series.unit_bytes, budget)
     return readings
+
+
+def _budgeted(samples: Mapping[str, Sequence[float]], unit_bytes: int, budget: Mapping[str, Any]) -> dict[str, Reading]:
+    """The check that memory lies within what is declared, where any of it was measured."""
+    most = {name: one["units"] * unit_bytes + one["slack_bytes"] for name, one in budget.items() if name in samples}
+    over = [
+        f"{name} {max(samples[name]):,.0f} bytes over {limit:,.0f}"
+        for name, limit in sorted(most.items())
+        if max(samples[name]) > limit
+    ]
+    return {BUDGET: Reading((float(not over),), note=", ".join(over))} if most else {}
 
 
 def _gated(

@@ -290,6 +290,16 @@ def _relative_path(path: str) -> str:
 RelativePath = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_relative_path)]
 
 
+class Budget(_Wire):
+    """How many bytes a kernel may take: `units` U and `slack_bytes`."""
+
+    units: float = Field(ge=0, le=1e6)
+    slack_bytes: int = Field(default=0, ge=0, lt=1 << 53)
+
+
+Budgeted = Literal["forward_peak_bytes", "step_peak_bytes", "saved_bytes", "largest_allocation_bytes"]
+
+
 class TargetKernel(_Wire):
     """How to call one kernel of a repository.
 
@@ -297,7 +307,8 @@ class TargetKernel(_Wire):
     that is not mapped is not passed, and cases that need it are not planned. `absent` gives what to pass where ours
     is None (`chunk_size = -1`). `returns` names what the function returns, in order: `log_prob`, `entropy`, `_` to
     ignore, with a leading `-` for a negated output and `[:, 0]` for a trailing dimension of one. `since` names the
-    first commit whose function takes an argument: before it, a missing parameter is left out and recorded.
+    first commit whose function takes an argument: before it, a missing parameter is left out and recorded. `contract`
+    holds the kernel to the absolute gates of its gradient's precision, `budget` to bytes, whatever the history says.
     """
 
     name: Name
@@ -308,6 +319,7 @@ class TargetKernel(_Wire):
     since: Annotated[dict[str, str], AfterValidator(_known_arguments)] = Field(default_factory=dict)
     control: Name | None = None
     contract: dict[Literal["gradient"], Literal["float32", "bfloat16"]] | None = None
+    budget: dict[Budgeted, Budget] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _is_callable(self) -> Self:

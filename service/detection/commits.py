@@ -13,8 +13,8 @@ from service.detection.rules import NONFINITE, Reading, Relation, floor, relate,
 
 ENDINGS = ("callable", "completes")
 """The checks that say how a case ended; they count whatever a target requires."""
-GATES = "within_gates"
-"""The check of a declared contract: it fails whatever the history says."""
+GATES, BUDGET = "within_gates", "within_budget"
+"""The checks of what a target declares: they fail whatever the history says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _decide(metric: Metric, level: Level | None, reading: Reading, facts: Circum
             return start(metric, reading, "", State.INVALID)
         if not level.opened and level.accepted == 0:
             return Step(level, State.INVALID, before=0.0, after=0.0, reason=reading.note)
-    if level is None and metric.name == GATES and worst(metric, reading) == 0:
+    if level is None and metric.name in (GATES, BUDGET) and worst(metric, reading) == 0:
         return fail_at_once(metric, reading, facts.sha)
     if level is None:
         return start(metric, reading, *unknown)

@@ -452,6 +452,19 @@ def test_a_metric_class_that_is_not_required_decides_nothing(
     assert [finding.family for finding in verdict.findings] == ["memory"]
 
 
+def test_a_budget_fails_whatever_the_history_says(session_factory: SessionFactory, payloads: SimpleNamespace) -> None:
+    (fused,) = payloads.target().kernels
+    unit = 64 * 4096 * 4
+    budget = {"step_peak_bytes": {"units": 2.0, "slack_bytes": 4096}}
+    story = Story(session_factory, payloads, kernels=[fused.model_dump() | {"budget": budget}])
+    story.line([3.0 * unit, 3.0 * unit, 2.0 * unit + 4096, 2.0 * unit + 4097])
+    assert [story.verdict(f"c{index}").state for index in range(4)] == ["regress", "pass", "improve", "regress"]
+    (finding,) = story.verdict("c0").findings
+    assert finding.affected[0].metric == "within_budget"
+    assert finding.affected[0].reason == "step_peak_bytes 3,145,728 bytes over 2,101,248"
+    assert [one.culprit_sha for one in story.verdict("c2").recovered] == [story.payloads.sha("c0")]
+
+
 def test_an_unjudged_commit_is_missing_and_says_why(story: Story) -> None:
     story.post(story.at(0), story.row())
     story.register(story.at(1))

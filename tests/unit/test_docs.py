@@ -10,6 +10,7 @@ import ulpwatch
 from runners.demo import expected_words
 from runners.settings import RunnerSettings
 from runners.story.story import chapters
+from service import wire
 from service.catalogue import METRICS
 from service.detection.levels import State
 from service.settings import Settings
@@ -38,6 +39,13 @@ def test_every_setting_is_documented_with_its_meaning_and_no_other() -> None:
     documented = {row[0]: row[2] for row in rows("docs/operations.md") if row[0].startswith("ULPWATCH_")}
     fields = {**Settings.model_fields, **RunnerSettings.model_fields}
     assert documented == {f"ULPWATCH_{name.upper()}": field.description for name, field in fields.items()}
+
+
+def test_every_key_of_a_target_file_is_documented_and_no_other() -> None:
+    tables = {"kernels": wire.TargetKernel, "python": wire.TargetPython, "require": wire.TargetRequire}
+    keys = {name for name in wire.Target.model_fields if name not in tables}
+    keys |= {f"{table}.{name}" for table, model in tables.items() for name in model.model_fields}
+    assert {row[0] for row in rows("docs/targets.md")[1:]} == keys
 
 
 def test_every_state_is_documented_and_no_other() -> None:
