@@ -4,7 +4,7 @@ the docs.
 It holds no values and decides nothing; the rules themselves are in service.detection. Standard library only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -56,7 +56,8 @@ class Metric:
     """One metric. `code` is its place in packed rows: stable for ever, never reused.
 
     `relative` errors have scale 1 in their floor; absolute ones the scale measured as metric `scale`. `noise` names the
-    metric that holds the case's own reorder noise.
+    metric that holds the case's own reorder noise. `gate` is the absolute limit of a declared float32 contract in words
+    (service.detection.gates has it in numbers), empty where there is none.
     """
 
     code: int
@@ -70,6 +71,7 @@ class Metric:
     noise: str | None = None
     scale: str | None = None
     signed: bool = False
+    gate: str = ""
 
 
 def _exact(code: int, name: str, unit: str, title: str, family: Family, rule: Rule) -> Metric:
@@ -170,7 +172,21 @@ def _gradient(first_code: int, branch: str, words: str) -> tuple[Metric, ...]:
     )
 
 
-METRICS: tuple[Metric, ...] = (
+# |x| is the greatest finite logit over the temperature, peer the plain float32 form's error on the same inputs.
+_GATES = {
+    "lp_abs_max": "2 ulp(max(|x|, ln V)) + 1e-6",
+    "ent_abs_max": "8 ulp(|x|) + 2e-5",
+    "g_rel_l2_lp": "1e-6 on flat",
+    "g_bf16_grid": "1e-2",
+    "g_zero_sum_lp": "1e-5 on flat, spread, offset",
+    "g_tgt_rel_max": "max(4 peer, 1e-4) on confident",
+    "tp_delta_lp": "10 perm_delta_lp",
+    "tp_delta_ent": "10 perm_delta_ent",
+    "tp_delta_g_lp": "10 perm_delta_g_lp",
+    "tp_delta_g_ent": "10 perm_delta_g_ent",
+}
+
+_UNGATED: tuple[Metric, ...] = (
     # Exact: bytes and counts beyond the inputs, one call after warm-up, measured twice.
     _exact(1, "forward_peak_bytes", "byte", "peak memory, forward", Family.MEMORY, Rule.BYTES),
     _exact(2, "step_peak_bytes", "byte", "peak memory, forward + backward", Family.MEMORY, Rule.BYTES),
@@ -280,6 +296,8 @@ METRICS: tuple[Metric, ...] = (
     _check(120, "tp_invariant", "any number of ranks gives the same result, gradient and gradient norm"),
     _check(121, "collectives_agree", "every rank makes the same collectives, in number, order and bytes"),
 )
+
+METRICS: tuple[Metric, ...] = tuple(replace(metric, gate=_GATES.get(metric.name, "")) for metric in _UNGATED)
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 BY_CODE: dict[int, Metric] = {metric.code: metric for metric in METRICS}

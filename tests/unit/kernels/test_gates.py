@@ -12,7 +12,7 @@ from runners.kernels.contract import Kernel
 from runners.kernels.inputs import Distribution, Inputs, make_inputs
 from runners.kernels.reference import Reference, reference
 from runners.kernels.registry import KERNELS, kernel
-from service.catalogue import BY_NAME
+from service.catalogue import BY_NAME, METRICS
 from service.detection.gates import (
     BF16_SHARE,
     BF16_ULPS,
@@ -212,3 +212,9 @@ def test_bfloat16_rounding_is_torchs() -> None:
 
 def test_a_tensor_parallel_result_may_move_ten_times_the_reorder_noise() -> None:
     assert tensor_parallel_limit(1e-6) == pytest.approx(1e-5)
+
+
+def test_the_catalogue_names_the_gate_of_every_metric_that_has_one() -> None:
+    named = {metric.name for metric in METRICS if metric.gate and not metric.name.startswith("tp_delta")}
+    kinds = [GateFacts(distribution, 1.0, 1024) for distribution in get_args(Distribution)]
+    assert named == {metric.name for metric in METRICS if any(gate_limit(metric.name, facts) for facts in kinds)}
