@@ -15,7 +15,7 @@ from starlette.routing import Match, Mount
 from starlette.types import ASGIApp, Scope
 
 from service import wire
-from service.api import health, jobs, problems, results, targets, tokens, verdicts
+from service.api import findings, health, jobs, problems, results, targets, tokens, verdicts
 from service.api.access import Storage
 from service.api.limits import BodyLimit, SecurityHeaders
 from service.db import SessionFactory, open_engine, reading_session_factory, require_current_schema, session_factory
@@ -24,7 +24,7 @@ from service.settings import Settings
 
 API_PREFIX = "/api/v1"
 API_VERSION = "1"
-ROUTERS = (targets, verdicts, results, jobs, tokens, health)
+ROUTERS = (targets, verdicts, findings, results, jobs, tokens, health)
 
 _log = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ def assess(
     comparisons = sorted(judgement.comparisons, key=lambda item: _place(history, item))
     counted = [item for item in comparisons if _counts(history.definition["require"], item)]
     lacking = _devices_lacking(history.definition["require"], observations)
-    counts = Counter(item.step.state for item in counted)
+    counts = Counter(item.step.counts_as for item in counted)
     present = {*counts, *([State.MISSING] if lacking or not counted else [])}
     state = next(state for state in State if state in present)
     changes = [_change(history, item) for item in comparisons if item.step.state in (State.REGRESS, State.IMPROVE)]
@@ -136,6 +136,7 @@ def _change(history: History, comparison: Comparison) -> Change:
         samples=comparison.reading.samples if comparison.reading else (),
         device=comparison.device,
         required=_counts(history.definition["require"], comparison),
+        decided=step.decided,
     )
 
 
@@ -175,8 +176,8 @@ def _undecided(history: History, comparisons: Iterable[Comparison]) -> list[dict
 
     Where nothing can be compared, one metric stands for its kernel and case: first measurements come by the dozen.
     """
-    decided = (State.REGRESS, State.IMPROVE, State.PASS)
-    changes = [_change(history, item) for item in comparisons if item.step.state not in decided]
+    settled = (State.REGRESS, State.IMPROVE, State.PASS)
+    changes = [_change(history, item) for item in comparisons if item.step.state not in settled]
     changes.sort(key=lambda item: (item.kernel, item.case_id, metric_place(item.metric)))
     single = [change for change in changes if change.state not in _GROUPED]
     grouped: dict[tuple[State, str, str], list[Change]] = {}
@@ -208,15 +209,16 @@ def _reason(
 ) -> str:
     """The verdict in one sentence."""
     if state in (State.REGRESS, State.IMPROVE):
-        sentences = [item.sentence for item in clusters if item.direction is state and item.required]
+        mine = [item for item in clusters if item.direction is state and item.required and not item.decided]
+        sentences = [item.sentence for item in mine]
         more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
         return sentences[0] + more
     if state is State.MISSING and lacking:
         return f"not measured on {', '.join(lacking)}, which the target requires"
     if not counted:
         return "no kernel was measured"
-    number = sum(item.step.state is state for item in counted)
-    first = next(item.step.reason for item in counted if item.step.state is state)
+    number = sum(item.step.counts_as is state for item in counted)
+    first = next(item.step.reason for item in counted if item.step.counts_as is state)
     base = f"{plan.baseline.sha[:7]} ({_commits(plan.baseline.distance)} back)" if plan.baseline else ""
     sentences_by_state = {
         State.INVALID: f"{number} series cannot be measured, and could not before: {first}",
@@ -226,9 +228,17 @@ def _reason(
         if base
         else _no_ancestor(history, sha),
         State.INCONCLUSIVE: f"{number} comparisons are undecided: {first}",
-        State.PASS: f"{number} comparisons with {base} are within their limits{_back_from(counted)}",
+        State.PASS: f"{number} comparisons with {base} are within their limits{_back_from(counted)}"
+        + _decided(clusters),
     }
     return sentences_by_state[state]
+
+
+def _decided(clusters: Sequence[Cluster]) -> str:
+    """The regressions that people decided on, the first in words."""
+    found = [item for item in clusters if item.decided]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f", or {found[0].decided}: {found[0].sentence}{more}" if found else ""
 
 
 def _back_from(counted: Sequence[Comparison]) -> str:

@@ -1,20 +1,22 @@
-"""Findings as stored: opened, retracted, recovered and opened again as verdicts change, each step logged.
+"""Findings as stored: opened, retracted, recovered and opened again as verdicts change, or moved by people; each step
+is logged.
 
-What a person decided about a finding (accepted, dismissed) stands as long as its results do.
+What a person decided about a finding (accepted, dismissed) is an input of the next judgement of its commit.
 """
 
 import shlex
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import select
+from sqlalchemy import ScalarSelect, Select, select, update
 from sqlalchemy.orm import Session
 
 from service.assessment import finding_key, plain
 from service.detection.clusters import Cluster
 from service.detection.levels import State
 from service.detection.rules import RULE_VERSION
+from service.errors import Conflict, FieldError, Invalid, NotFound
 from service.history import ancestry
 from service.models import Commit, Finding, FindingEvent
 from service.plans import History
@@ -42,14 +44,16 @@ def store_findings(session: Session, history: History, sha: str, clusters: Seque
             _write(row, item.sentence, evidence)
         if row.state == "retracted":
             _move(session, row, first_state(item), "reopened", "later results show it again")
+        elif item.decided and row.state in ("open", "acknowledged"):
+            _move(session, row, item.decided, item.decided, "as decided for the same content at another commit")
     for key in found.keys() - wanted.keys():
         if found[key].state != "retracted":
             _move(session, found[key], "retracted", "retracted", "results that arrived later take it back")
 
 
 def first_state(item: Cluster) -> str:
-    """A regression is open; an improvement is accepted as it is found."""
-    return "open" if item.direction is State.REGRESS else "accepted"
+    """A regression is open unless it was decided on; an improvement is accepted as it is found."""
+    return item.decided or ("open" if item.direction is State.REGRESS else "accepted")
 
 
 def _write(row: Finding, sentence: str, evidence: dict[str, Any]) -> None:
@@ -80,13 +84,123 @@ def reproduce(history: History, sha: str, item: Cluster) -> str:
     return "ulpwatch measure " + " ".join(f"{name} {shlex.quote(value)}" for name, value in arguments.items())
 
 
-def _move(session: Session, row: Finding, state: str, action: str, reason: str) -> None:
-    row.state, row.updated_at = state, datetime.now(UTC)
-    _log(session, row, action, reason)
+def _move(
+    session: Session,
+    row: Finding,
+    state: str,
+    action: str,
+    reason: str,
+    *,
+    actor: str = ACTOR,
+    until: datetime | None = None,
+) -> None:
+    row.state, row.until, row.updated_at = state, until, datetime.now(UTC)
+    _log(session, row, action, reason, actor)
 
 
-def _log(session: Session, row: Finding, action: str, reason: str) -> None:
-    session.add(FindingEvent(finding_id=row.id, at=datetime.now(UTC), actor=ACTOR, action=action, reason=reason))
+def _log(session: Session, row: Finding, action: str, reason: str, actor: str = ACTOR) -> None:
+    session.add(FindingEvent(finding_id=row.id, at=datetime.now(UTC), actor=actor, action=action, reason=reason))
+
+
+# --- What people decide -----------------------------------------------------------------------------------------------
+
+Triage = Literal["acknowledge", "accept", "dismiss", "reopen"]
+_MOVES: dict[Triage, tuple[frozenset[str], str]] = {
+    "acknowledge": (frozenset({"open"}), "acknowledged"),
+    "accept": (frozenset({"open", "acknowledged", "dismissed"}), "accepted"),
+    "dismiss": (frozenset({"open", "acknowledged"}), "dismissed"),
+    "reopen": (frozenset({"acknowledged", "accepted", "dismissed"}), "open"),
+}
+
+
+def triage(
+    session: Session,
+    finding_id: int,
+    action: Triage,
+    *,
+    actor: str,
+    reason: str,
+    until: datetime | None = None,
+    seen: str | None = None,
+) -> None:
+    """Move a regression by a person's decision, and ask for a new judgement of every commit that it is about.
+
+    `accept` makes its value the new baseline, `dismiss` says that it is none, until `until` if that is given. It is
+    about the watched content: findings like it at other commits with the same content move with it. `seen` is the state
+    that the person saw. NotFound without such a finding; Conflict if its state does not allow the action or is not the
+    one that was seen; Invalid for an `until` that is past or means nothing.
+    """
+    row = session.scalars(select(Finding).where(Finding.id == finding_id).with_for_update()).first()
+    if row is None:
+        raise NotFound(f"finding {finding_id} is unknown")
+    if seen is not None and seen != row.state:
+        raise Conflict(f"finding {finding_id} is {row.state} by now, not {seen}: look again")
+    allowed, state = _MOVES[action]
+    if row.direction != str(State.REGRESS):
+        raise Conflict(f"finding {finding_id} is an improvement: those are accepted as they are found")
+    if row.state not in allowed:
+        raise Conflict(f"finding {finding_id} is {row.state}: only {' or '.join(sorted(allowed))} can be {state} now")
+    if until is not None and (action != "dismiss" or until <= datetime.now(UTC)):
+        field = FieldError("body.until", "is for a dismissal, and lies in the future")
+        raise Invalid("this decision cannot end then", errors=[field])
+    for one in (row, *_like_it(session, row)):
+        if one.state in allowed:
+            _move(session, one, state, state, reason, actor=actor, until=until)
+    _judge_again(session, row)
+
+
+def _like_it(session: Session, row: Finding) -> Sequence[Finding]:
+    """The same family of the same kernel at other commits with the same watched content."""
+    return session.scalars(
+        select(Finding)
+        .join(Commit, Commit.id == Finding.commit_id)
+        .where(
+            Finding.target_id == row.target_id,
+            Finding.id != row.id,
+            Finding.kernel == row.kernel,
+            Finding.family == row.family,
+            Finding.direction == row.direction,
+            Commit.watched_digest == _content(row),
+        )
+        .order_by(Finding.id)
+        .with_for_update(of=Finding)
+    ).all()
+
+
+def _content(row: Finding) -> ScalarSelect[str | None]:
+    return select(Commit.watched_digest).where(Commit.id == row.commit_id).scalar_subquery()
+
+
+def has_ended_dismissals(session: Session, now: datetime) -> bool:
+    """Whether `end_dismissals` has something to do."""
+    return session.scalars(_ended(now).limit(1)).first() is not None
+
+
+def end_dismissals(session: Session, now: datetime) -> None:
+    """Open again what was dismissed until a moment that has passed."""
+    for row in session.scalars(_ended(now).with_for_update()).all():
+        _move(session, row, "open", "reopened", "the time of its dismissal is over")
+        _judge_again(session, row)
+
+
+def _ended(now: datetime) -> Select[Finding]:
+    return select(Finding).where(Finding.state == "dismissed", Finding.until < now).order_by(Finding.id)
+
+
+def _judge_again(session: Session, row: Finding) -> None:
+    """The finding's commit, and those of the same watched content, which share its decision."""
+    session.flush()
+    session.execute(
+        update(Commit)
+        .where(
+            Commit.target_id == row.target_id, (Commit.id == row.commit_id) | (Commit.watched_digest == _content(row))
+        )
+        .values(judge_generation=Commit.judge_generation + 1),
+        execution_options={"synchronize_session": False},
+    )
+
+
+# --- Recovery ---------------------------------------------------------------------------------------------------------
 
 
 def settle_findings(session: Session, history: History, in_force: Collection[str]) -> None:

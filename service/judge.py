@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from sqlalchemy import delete, select, update
@@ -17,13 +18,29 @@ from sqlalchemy.orm import Session, sessionmaker
 from service import queries
 from service.assessment import Assessment, assess, inherit, keys_in_force, lasting_state, plain
 from service.catalogue import BY_NAME, MetricClass
-from service.detection.commits import BUDGET, ENDINGS, GATES, Measured, Observation, judge_commit
+from service.detection.commits import (
+    BUDGET,
+    ENDINGS,
+    GATES,
+    Comparison,
+    Measured,
+    Observation,
+    apply_decisions,
+    judge_commit,
+)
 from service.detection.gates import GateFacts, beyond_gates
 from service.detection.level_sets import Roster, Rosters, Standing, dump, load, segment
-from service.detection.levels import State
+from service.detection.levels import Decision, State
 from service.detection.rules import RULE_VERSION, Reading
 from service.errors import Invalid, NotFound
-from service.findings import first_state, reproduce, settle_findings, store_findings
+from service.findings import (
+    end_dismissals,
+    first_state,
+    has_ended_dismissals,
+    reproduce,
+    settle_findings,
+    store_findings,
+)
 from service.history import Ancestor, forks, nearest
 from service.job_queue import enqueue
 from service.models import Commit, Environment, Job, LevelSet, Measurement, Run, Series, Target, Verdict
@@ -55,6 +72,13 @@ def judge_pending(factory: sessionmaker[Session]) -> int:
     Safe to call from several processes: on PostgreSQL a target that another one is judging is left to it, on SQLite
     writers take turns.
     """
+    now = datetime.now(UTC)
+    with factory() as session:
+        session.connection(execution_options={"reading": True})
+        over = has_ended_dismissals(session, now)
+    if over:
+        with factory.begin() as session:
+            end_dismissals(session, now)
     with factory() as session:
         session.connection(execution_options={"reading": True})
         waiting = session.scalars(
@@ -187,7 +211,16 @@ def _assess(history: History, plan: Plan, standing: Standing, measured: Measured
         baseline=plan.baseline.sha if plan.baseline else "",
         required=history.definition["suite"],
     )
+    judgement = apply_decisions(judgement, partial(_decided, history, sha))
     return assess(history, plan, judgement, measured.observations, sha)
+
+
+def _decided(history: History, sha: str, item: Comparison) -> Decision | None:
+    """What was decided about this regression, at this commit or at one with the same watched content."""
+    about = history.series[item.series].kernel, str(BY_NAME[item.metric].family)
+    content = history.commits[sha].watched_digest
+    decisions = history.decisions
+    return decisions.get((sha, *about)) or (decisions.get((content, *about)) if content else None)
 
 
 def _standing(session: Session, level_set_id: int) -> Standing:
@@ -455,6 +488,7 @@ def _view(history: History, base: str, sha: str, plan: Plan, assessment: Assessm
             required=item.required,
             created_at=now,
             updated_at=now,
+            until=None,
         )
         for item in assessment.clusters
     )

@@ -332,7 +332,8 @@ class Verdict(Base):
 
 
 class Finding(Base):
-    """One cause: what a commit changed in one family of one kernel's metrics. `key` makes it unique in any race."""
+    """One cause: what a commit changed in one family of one kernel's metrics. `key` makes it unique in any race;
+    `until` is when a dismissal ends."""
 
     __tablename__ = "findings"
     __table_args__ = (
@@ -353,6 +354,7 @@ class Finding(Base):
     state: Mapped[str] = mapped_column(String(16))
     sentence: Mapped[str]
     evidence: Mapped[dict[str, Any]]
+    until: Mapped[datetime | None]
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]
 

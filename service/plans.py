@@ -10,8 +10,9 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from service.detection.levels import Decision
 from service.history import Ancestor, Node, ancestry, baselines, nearest, topological
-from service.models import Branch, Commit, Run, Series, Target, TargetVersion
+from service.models import Branch, Commit, Finding, Run, Series, Target, TargetVersion
 from service.queries import unit_bytes
 
 
@@ -51,7 +52,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A target's commits and what is known of them. `trunk` is the default branch, empty while its head is unknown."""
+    """A target's commits and what is known of them. `trunk` is the default branch, empty while its head is unknown.
+
+    `decisions` holds what people decided about regressions, by (commit or watched digest, kernel, family): what holds
+    for a pull request's content holds for the commit that lands it.
+    """
 
     target_id: int
     target: str
@@ -62,6 +67,7 @@ class History:
     head: str | None
     series: Mapping[int, SeriesFacts]
     plans: Mapping[str, Plan]
+    decisions: Mapping[tuple[str, str, str], Decision]
 
     @property
     def parents(self) -> dict[str, tuple[str, ...]]:
@@ -118,7 +124,25 @@ def load_history(session: Session, target: Target) -> History:
         head=head if trunk else None,
         series=_series(session, target.id),
         plans=_plans(commits, order, head if trunk else None),
+        decisions=_decisions(session, target.id),
     )
+
+
+def _decisions(session: Session, target_id: int) -> dict[tuple[str, str, str], Decision]:
+    """In the order of the findings' ids; where two of one content differ, the newer one holds."""
+    rows = session.execute(
+        select(Commit.sha, Commit.watched_digest, Finding.kernel, Finding.family, Finding.state)
+        .join(Commit, Commit.id == Finding.commit_id)
+        .where(
+            Finding.target_id == target_id, Finding.direction == "regress", Finding.state.in_(("accepted", "dismissed"))
+        )
+        .order_by(Finding.id)
+    ).all()
+    decisions: dict[tuple[str, str, str], Decision] = {}
+    for row in rows:
+        for name in filter(None, (row.sha, row.watched_digest)):
+            decisions[name, row.kernel, row.family] = row.state
+    return decisions
 
 
 def _series(session: Session, target_id: int) -> dict[int, SeriesFacts]:

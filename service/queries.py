@@ -88,7 +88,7 @@ class FindingEventRow:
 @dataclass(frozen=True, slots=True)
 class FindingView:
     """A finding with its evidence. `reproduce` is the command that measures its worst case again; `required` says that
-    the target's verdict counts it."""
+    the target's verdict counts it, `until` when its dismissal ends."""
 
     id: int
     target: str
@@ -108,6 +108,7 @@ class FindingView:
     required: bool
     created_at: datetime
     updated_at: datetime
+    until: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,13 +455,17 @@ def verdict(session: Session, target: str, sha: str) -> VerdictView:
         inherited_from=row.source_sha,
         counts=stored.counts,
         findings=tuple(sorted(own, key=_severity)),
-        inherited=tuple(by_key[key] for key in document["inherited"] if key in by_key),
+        inherited=tuple(by_key[key] for key in document["inherited"] if key in by_key and _stands(by_key[key])),
         recovered=tuple(by_key[key] for key in document["recovered"] if key in by_key),
         undecided=tuple(affected(item) for item in document["undecided"]),
         rule_version=stored.rule_version,
         judged_at=stored.judged_at,
         notices=tuple(affected(item) for item in document["notices"]),
     )
+
+
+def _stands(view: FindingView) -> bool:
+    return view.state in ("open", "acknowledged")
 
 
 def _severity(view: FindingView) -> tuple[bool, int, str]:
@@ -599,6 +604,7 @@ def _finding_view(row: Row[*tuple[Any, ...]], events: Iterable[FindingEventRow])
         events=tuple(events),
         reproduce=evidence["reproduce"],
         required=evidence["required"],
+        until=stored.until,
         created_at=stored.created_at,
         updated_at=stored.updated_at,
     )

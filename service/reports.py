@@ -18,6 +18,7 @@ Verdict = Mapping[str, Any]
 MARKDOWN_LIMIT = 65_536
 PASSED, REGRESSED, UNDECIDED = 0, 1, 2
 _STATES = ("regress", "invalid", "incomparable", "missing", "no-baseline", "inconclusive", "improve", "pass")
+_DECIDED = ("accepted", "dismissed")
 _ROWS_A_FINDING = 10
 _SHORT = 7
 
@@ -75,6 +76,8 @@ def text(verdict: Verdict, *, link: str | None = None) -> str:
 
 
 def _aside(finding: Mapping[str, Any]) -> str:
+    if finding["direction"] == "regress" and finding["state"] in _DECIDED:
+        return f" ({finding['state']})"
     return "" if finding["required"] else " (not required by the target)"
 
 
@@ -142,7 +145,7 @@ def junit(verdict: Verdict) -> str:
     """For CI's test report: a case for the verdict and one per finding; undecided is an error, and regressions that the
     target requires fail."""
     findings, code = verdict["findings"], exit_code(verdict["state"])
-    regressions = [finding for finding in findings if finding["direction"] == "regress" and finding["required"]]
+    regressions = [finding for finding in findings if _fails(finding)]
     suite = ElementTree.Element(
         "testsuite",
         name=f"ulpwatch {verdict['target']}",
@@ -161,6 +164,10 @@ def junit(verdict: Verdict) -> str:
             failure = ElementTree.SubElement(case, "failure", message=_xml(finding["sentence"]))
             failure.text = _xml("\n".join(_step(step) for step in finding["affected"]))
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+
+
+def _fails(finding: Mapping[str, Any]) -> bool:
+    return finding["direction"] == "regress" and finding["required"] and finding["state"] not in _DECIDED
 
 
 def _xml(words: str) -> str:

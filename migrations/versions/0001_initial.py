@@ -119,6 +119,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("sentence", sa.Text(), nullable=False),
         sa.Column("evidence", sa.JSON(), nullable=False),
+        sa.Column("until", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False),
         sa.CheckConstraint("direction IN ('regress', 'improve')", name=op.f("ck_findings_direction")),

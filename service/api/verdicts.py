@@ -1,17 +1,15 @@
-"""Routes of verdicts and findings. A verdict can be waited for; waiting holds no thread and no connection."""
+"""Route of verdicts. One can be waited for; waiting holds no thread and no connection."""
 
 import asyncio
 import time
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
-from service import job_queue, judge, queries, wire
-from service.api.access import CommitId, PathId, ReadableTarget, Reader, ServiceSettings, Storage, Store, found_or_404
-from service.api.paging import PAGE_SIZE, Page, PageSize, page
+from service import job_queue, judge, queries
+from service.api.access import CommitId, ReadableTarget, ServiceSettings, Storage, Store
 
-FindingState = Literal["open", "acknowledged", "accepted", "dismissed", "recovered", "retracted"]
 _POLL_SECONDS = 0.25
 
 router = APIRouter(tags=["verdicts"])
@@ -43,30 +41,3 @@ def _look(storage: Storage, target: str, sha: str, base: str | None) -> tuple[qu
         if base is not None and view.judged_at is not None:
             view = judge.compare(session, target, base, view.sha)
         return view, view.state != "missing" or job_queue.has_given_up(session, target=target, commit=view.sha)
-
-
-@router.get("/findings")
-def list_findings(
-    storage: Store,
-    who: Reader,
-    target: Annotated[wire.Name | None, Query()] = None,
-    state: Annotated[list[FindingState] | None, Query(description="only findings in one of these states")] = None,
-    limit: PageSize = PAGE_SIZE,
-    cursor: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
-) -> Page[queries.FindingView]:
-    """Findings, newest first."""
-    target = who.target if target is None else target
-    if target is not None:
-        who.require_target(target)
-    with storage.read() as session:
-        rows = queries.findings(session, target, state, limit=limit, before=cursor)
-    return page(rows, limit, lambda row: row.id)
-
-
-@router.get("/findings/{finding_id}")
-def get_finding(finding_id: PathId, storage: Store, who: Reader) -> queries.FindingView:
-    """One finding with its evidence and its history."""
-    with storage.read() as session:
-        view = found_or_404(queries.finding(session, finding_id), f"finding {finding_id}")
-    who.require_target(view.target)
-    return view

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.catalogue import BY_NAME, METRICS, Family, Metric, Rule
-from service.detection.levels import State
+from service.detection.levels import Decision, State
 
 BFLOAT16_BITS = 8
 
@@ -21,7 +21,8 @@ _TRAITS = ("dtype", "distribution", "tensor_parallel", "keep_mask", "chunk_size"
 @dataclass(frozen=True, slots=True)
 class Change:
     """One comparison that regressed or improved. Values in the metric's base unit, None where not finite; `unit_bytes`
-    is the case's U, `case` its parameters. `required` says that the target's verdict counts it."""
+    is the case's U, `case` its parameters. `required` says that the target's verdict counts it,
+    `decided` what a person made of it."""
 
     kernel: str
     case_id: str
@@ -37,6 +38,7 @@ class Change:
     samples: tuple[float, ...]
     device: str
     required: bool = True
+    decided: Decision | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class Cluster:
     def required(self) -> bool:
         """Does any of it count for the target's verdict?"""
         return any(change.required for change in self.changes)
+
+    @property
+    def decided(self) -> Decision | None:
+        """What a person made of it: a decision is about all of a finding."""
+        return self.changes[0].decided
 
 
 def cluster(

@@ -3,12 +3,23 @@
 Pure: which commit is the baseline, and where the readings come from, the caller knows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from service.catalogue import BY_NAME, Metric, MetricClass, Rule
 from service.detection.level_sets import Levels, Rosters, Standing, carry, device_class, expected, redefined
-from service.detection.levels import Circumstances, Level, State, Step, advance, fail_at_once, resume, start
+from service.detection.levels import (
+    Circumstances,
+    Decision,
+    Level,
+    State,
+    Step,
+    advance,
+    decide,
+    fail_at_once,
+    resume,
+    start,
+)
 from service.detection.rules import NONFINITE, Reading, Relation, floor, relate, worst
 
 ENDINGS = ("callable", "completes")
@@ -72,6 +83,20 @@ def judge_commit(before: Standing, measured: Measured, sha: str, *, baseline: st
     changed = {device for device, _ in redefined(before.rosters, measured.rosters)}
     comparisons += _missing(before.levels, after, ordered, _Due(due, changed, baseline))
     return Judgement(Standing(after, carry(before.rosters, measured.rosters)), tuple(comparisons))
+
+
+def apply_decisions(judgement: Judgement, decided: Callable[[Comparison], Decision | None]) -> Judgement:
+    """The judgement with what people decided about its regressions."""
+    levels: Levels = {series: dict(segments) for series, segments in judgement.standing.levels.items()}
+    comparisons = []
+    for item in judgement.comparisons:
+        decision = decided(item) if item.step.state is State.REGRESS else None
+        settled = item if decision is None else replace(item, step=decide(item.step, decision))
+        comparisons.append(settled)
+        if decision:
+            own = levels[item.series]
+            own[item.segment] = own[item.segment] | {item.metric: settled.step.level}
+    return Judgement(replace(judgement.standing, levels=levels), tuple(comparisons))
 
 
 Unknown = tuple[str, State]

@@ -6,6 +6,7 @@ a pure fold along the commit graph, so that the order in which results arrive ch
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Literal
 
 from service.catalogue import Metric, MetricClass, Rule
 from service.detection.rules import (
@@ -34,6 +35,10 @@ class State(StrEnum):
     PASS = "pass"  # noqa: S105
 
 
+Decision = Literal["accepted", "dismissed"]
+"""What a person makes of a regression: the new baseline, or no regression at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """What stands after a commit, in the metric's unit.
@@ -57,8 +62,8 @@ class Level:
 class Step:
     """One comparison: the level after it, the state, and the numbers of the decision in the metric's unit.
 
-    `recovered` names the culprits whose findings this reading closes. `tightened` says that an improvement is accepted.
-    Values that are not finite are None.
+    `recovered` names the culprits whose findings this reading closes. `tightened` says that an improvement is accepted,
+    `decided` what a person made of a regression. Values that are not finite are None.
     """
 
     level: Level
@@ -69,7 +74,13 @@ class Step:
     effect: float | None = None
     recovered: tuple[str, ...] = ()
     tightened: bool = False
+    decided: Decision | None = None
     reason: str = ""
+
+    @property
+    def counts_as(self) -> State:
+        """The state that a verdict counts."""
+        return State.PASS if self.decided else self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,13 @@ def _back_to_accepted(
     if relate(metric, level.accepted, reading, facts.floor) is Relation.BETTER:
         return replace(_improve(metric, level, reading, facts), recovered=recovered)
     return Step(level, State.PASS, recovered=recovered, reason="back at the accepted level")
+
+
+def decide(step: Step, decision: Decision) -> Step:
+    """A regression as a person decided on it. Accepted, its value is what later commits are held to; dismissed, it
+    stands beside the accepted value like an open finding's, and later commits that are no worse pass."""
+    level = Level(step.level.top) if decision == "accepted" else step.level
+    return replace(step, level=level, decided=decision)
 
 
 def _improve(metric: Metric, level: Level, reading: Reading, facts: Circumstances) -> Step:

@@ -5,6 +5,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from sqlalchemy import select
 
 from service import judge, models, queries, wire
 from service.db import SessionFactory
-from service.errors import Invalid
+from service.errors import Invalid, ServiceError
+from service.findings import end_dismissals, triage
 from service.ingest import ingest, register_commits, register_target
 
 B = 8_000_000.0  # bytes
@@ -488,6 +490,112 @@ def test_a_commit_is_compared_with_any_base_without_storing_it(story: Story) -> 
         assert not session.dirty
         assert not session.new
     assert len(story.findings()) == 1
+
+
+# --- What people decide -----------------------------------------------------------------------------------------------
+
+
+def decide(story: Story, action: Any, *, finding: int | None = None, **more: Any) -> None:
+    found = finding if finding is not None else story.findings("open")[0].id
+    with story.factory.begin() as session:
+        triage(session, found, action, actor="Ada", reason="it has to be", **more)
+    story.judge()
+
+
+def test_an_accepted_regression_is_the_new_baseline(story: Story) -> None:
+    story.line([B, 2 * B, 2 * B])
+    decide(story, "accept")
+    accepted, after = story.verdict("c1"), story.verdict("c2")
+    assert (accepted.state, after.state) == ("pass", "pass")
+    assert "accepted: peak memory" in accepted.reason
+    assert not after.inherited
+    assert [finding.state for finding in accepted.findings] == ["accepted"]
+    story.post(story.at(3), story.row(3 * B))
+    story.post(story.at(4), story.row(B))
+    story.judge()
+    worse, better = story.verdict("c3"), story.verdict("c4")
+    assert (worse.state, worse.findings[0].affected[0].before) == ("regress", 2 * B)
+    assert (better.state, better.findings[0].affected[0].before) == ("improve", 2 * B)
+
+
+def test_a_dismissed_regression_moves_no_baseline(story: Story) -> None:
+    story.line([B, 2 * B, 2 * B])
+    decide(story, "dismiss")
+    assert [story.verdict(f"c{index}").state for index in (1, 2)] == ["pass", "pass"]
+    assert not story.verdict("c2").inherited
+    story.post(story.at(3), story.row(B))
+    story.judge()
+    assert story.verdict("c3").state == "pass"  # back, and no improvement
+
+
+def test_a_decision_can_be_taken_back(story: Story) -> None:
+    story.line([B, 2 * B])
+    decide(story, "accept")
+    decide(story, "reopen", finding=story.findings("accepted")[0].id)
+    assert story.verdict("c1").state == "regress"
+    (finding,) = story.findings("open")
+    assert [(event.actor, event.action) for event in finding.events] == [
+        ("judge", "opened"),
+        ("Ada", "accepted"),
+        ("Ada", "open"),
+    ]
+
+
+def test_a_dismissal_ends(story: Story) -> None:
+    story.line([B, 2 * B])
+    decide(story, "dismiss", until=datetime.now(UTC) + timedelta(days=1))
+    assert story.verdict("c1").state == "pass"
+    with story.factory.begin() as session:
+        end_dismissals(session, datetime.now(UTC) + timedelta(days=2))
+    story.judge()
+    assert story.verdict("c1").state == "regress"
+
+
+def test_an_acceptance_on_a_pull_request_holds_for_the_commit_that_lands_it(story: Story) -> None:
+    main = story.commit("main")
+    story.post(main, story.row())
+    story.register(main, head="main")
+    story.post(story.commit("p1", "main", watched="new", minute=1), story.row(2 * B))
+    story.judge()
+    decide(story, "accept")
+    story.post(story.commit("squashed", "main", watched="new", minute=2), story.row(2 * B))
+    story.register(head="squashed")
+    story.judge()
+    assert (story.verdict("p1").state, story.verdict("squashed").state) == ("pass", "pass")
+    decide(story, "reopen", finding=story.findings("accepted")[0].id)
+    assert (story.verdict("p1").state, story.verdict("squashed").state) == ("regress", "regress")
+    assert not story.findings("accepted")
+
+
+def test_an_acknowledged_regression_stays_one(story: Story) -> None:
+    story.line([B, 2 * B])
+    decide(story, "acknowledge")
+    assert story.verdict("c1").state == "regress"
+    story.post(story.at(2), story.row(B))
+    story.judge()
+    assert [finding.state for finding in story.findings()] == ["recovered"]
+
+
+def test_a_decision_is_made_on_what_was_seen(story: Story) -> None:
+    story.line([B, 2 * B])
+    (finding,) = story.findings()
+    for action, more, error in (
+        ("reopen", {}, "only accepted or acknowledged or dismissed"),
+        ("accept", {"seen": "acknowledged"}, "is open by now"),
+        ("accept", {"until": datetime.now(UTC) + timedelta(days=1)}, "cannot end then"),
+        ("dismiss", {"until": datetime.now(UTC) - timedelta(days=1)}, "cannot end then"),
+    ):
+        with pytest.raises(ServiceError, match=error):
+            decide(story, action, finding=finding.id, **more)
+    with pytest.raises(ServiceError, match="unknown"):
+        decide(story, "accept", finding=99)
+    assert story.findings() == (finding,)
+
+
+def test_an_improvement_needs_no_decision(story: Story) -> None:
+    story.line([B, B / 2])
+    with pytest.raises(ServiceError, match="improvement"):
+        decide(story, "accept", finding=story.findings()[0].id)
 
 
 # --- Order of arrival -------------------------------------------------------------------------------------------------

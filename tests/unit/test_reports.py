@@ -33,6 +33,7 @@ def finding(**changes: Any) -> dict[str, Any]:
         "kernel": "fused",
         "family": "memory",
         "direction": "regress",
+        "state": "open",
         "sentence": "peak memory of fused: 2.00 U -> 3.00 U",
         "affected": [step()],
         "reproduce": "ulpwatch measure --case n64",
