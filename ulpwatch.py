@@ -461,7 +461,7 @@ def _answer(verdict: Mapping[str, Any], form: Format, *, link: str | None = None
     from service.reports import exit_code, render
 
     typer.echo(render(verdict, form.value, link=link))
-    raise typer.Exit(exit_code(str(verdict["state"])))
+    raise typer.Exit(exit_code(verdict))
 
 
 def main() -> None:

@@ -508,4 +508,5 @@ def _view(history: History, base: str, sha: str, plan: Plan, assessment: Assessm
         rule_version=RULE_VERSION,
         judged_at=now,
         notices=tuple(queries.affected(item) for item in assessment.document["notices"]),
+        ci=queries.ci_result(str(assessment.state), history.definition["ci"]),
     )

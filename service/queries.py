@@ -115,7 +115,8 @@ class FindingView:
 class VerdictView:
     """The verdict of a commit. `findings` are its own, `inherited` the open ones of its ancestors; `undecided` are the
     comparisons that are neither pass nor part of a finding, one per kernel, case and state; `notices` are doubts about
-    comparisons that pass; `counts` counts the comparisons that the target requires by state."""
+    comparisons that pass; `counts` counts the comparisons that the target requires by state; `ci` is what the state
+    means to CI: pass, fail or undecided."""
 
     target: str
     sha: str
@@ -132,6 +133,7 @@ class VerdictView:
     rule_version: int
     judged_at: datetime | None
     notices: tuple[Affected, ...] = ()
+    ci: str = "undecided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +463,25 @@ def verdict(session: Session, target: str, sha: str) -> VerdictView:
         rule_version=stored.rule_version,
         judged_at=stored.judged_at,
         notices=tuple(affected(item) for item in document["notices"]),
+        ci=ci_result(stored.state, _newest_definition(session, target_id)["ci"]),
     )
+
+
+def ci_result(state: str, mapped: Mapping[str, str]) -> str:
+    """What a commit's state means to CI, where a target's own map says nothing else. A state that is not known is
+    undecided."""
+    usual = {"pass": "pass", "improve": "pass", "regress": "fail"}
+    return mapped.get(state) or usual.get(state, "undecided")
+
+
+def _newest_definition(session: Session, target_id: int) -> Mapping[str, Any]:
+    definition: Mapping[str, Any] = session.scalars(
+        select(models.TargetVersion.definition)
+        .where(models.TargetVersion.target_id == target_id)
+        .order_by(models.TargetVersion.number.desc())
+        .limit(1)
+    ).one()
+    return definition
 
 
 def _stands(view: FindingView) -> bool:

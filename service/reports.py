@@ -35,9 +35,9 @@ def _instant(value: object) -> str:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def exit_code(state: str) -> int:
-    """0 for pass and improve, 1 for regress, 2 for everything undecided, a state that is not known included."""
-    return {"pass": PASSED, "improve": PASSED, "regress": REGRESSED}.get(state, UNDECIDED)
+def exit_code(verdict: Verdict) -> int:
+    """0 where the verdict passes CI, 1 where it fails, 2 for everything undecided; nothing else ever passes."""
+    return {"pass": PASSED, "fail": REGRESSED}.get(verdict["ci"], UNDECIDED)
 
 
 def render(verdict: Verdict, form: str, *, link: str | None = None) -> str:
@@ -144,7 +144,7 @@ def _fit(head: str, sections: Sequence[str], limit: int) -> str:
 def junit(verdict: Verdict) -> str:
     """For CI's test report: a case for the verdict and one per finding; undecided is an error, and regressions that the
     target requires fail."""
-    findings, code = verdict["findings"], exit_code(verdict["state"])
+    findings, code = verdict["findings"], exit_code(verdict)
     regressions = [finding for finding in findings if _fails(finding)]
     suite = ElementTree.Element(
         "testsuite",

@@ -364,8 +364,13 @@ class TargetRequire(_Wire):
     )
 
 
+StateName = Literal["regress", "invalid", "incomparable", "missing", "no-baseline", "inconclusive", "improve", "pass"]
+CiResult = Literal["pass", "fail", "undecided"]
+
+
 class Target(_Wire):
-    """A repository and how its kernels are called: the content of a target file."""
+    """A repository and how its kernels are called: the content of a target file. `ci` says what states mean to CI where
+    that is not the usual."""
 
     name: Name
     repository: Annotated[str, Field(min_length=1, max_length=1000)]
@@ -375,6 +380,7 @@ class Target(_Wire):
     python: TargetPython = Field(default_factory=TargetPython)
     kernels: list[TargetKernel] = Field(min_length=1)
     require: TargetRequire = Field(default_factory=TargetRequire)
+    ci: dict[StateName, CiResult] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _kernel_names_differ(self) -> Self:

@@ -454,6 +454,14 @@ def test_a_metric_class_that_is_not_required_decides_nothing(
     assert [finding.family for finding in verdict.findings] == ["memory"]
 
 
+def test_a_target_maps_states_to_what_ci_sees(session_factory: SessionFactory, payloads: SimpleNamespace) -> None:
+    story = Story(session_factory, payloads, ci={"no-baseline": "pass", "missing": "pass", "improve": "fail"})
+    story.line([B, B / 2, B])
+    assert [story.verdict(f"c{index}").ci for index in range(3)] == ["pass", "fail", "fail"]
+    story.register(story.at(3))
+    assert (story.verdict("c3").state, story.verdict("c3").ci) == ("missing", "undecided")
+
+
 def test_a_budget_fails_whatever_the_history_says(session_factory: SessionFactory, payloads: SimpleNamespace) -> None:
     (fused,) = payloads.target().kernels
     unit = 64 * 4096 * 4

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from service.queries import ci_result
 from service.reports import MARKDOWN_LIMIT, exit_code, junit, markdown, render, text
 
 
@@ -55,6 +56,7 @@ def verdict(**changes: Any) -> dict[str, Any]:
         "recovered": [],
         "undecided": [],
         "notices": [],
+        "ci": ci_result(changes.get("state", "regress"), {}),
     } | changes
 
 
@@ -68,7 +70,13 @@ def verdict(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_each_state_has_its_exit_code(state: str, code: int) -> None:
-    assert exit_code(state) == code
+    assert exit_code(verdict(state=state)) == code
+
+
+def test_a_target_says_what_its_states_mean() -> None:
+    assert ci_result("no-baseline", {"no-baseline": "pass"}) == "pass"
+    assert exit_code(verdict(state="inconclusive", ci="fail")) == 1
+    assert exit_code(verdict(state="pass", ci="of tomorrow")) == 2
 
 
 def test_text_begins_with_commit_and_state_and_shows_the_numbers() -> None:
