@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Scope
 from service import wire
 from service.api import findings, health, jobs, problems, results, targets, tokens, verdicts
 from service.api.access import Storage
+from service.api.bodies import JsonBody
 from service.api.limits import BodyLimit, SecurityHeaders
 from service.db import SessionFactory, open_engine, reading_session_factory, require_current_schema, session_factory
 from service.judge import judge_pending
@@ -80,15 +82,29 @@ class _Pages(Mount):
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, and the models that it cannot see: a body read as bytes, the problem document."""
+    """FastAPI's document, and what it cannot see: the bodies that routes read themselves, the problem document."""
     document = FastAPI.openapi(app)
-    models: list[tuple[type[BaseModel], Literal["validation"]]] = [
-        (wire.Result, "validation"),
-        (problems.Problem, "validation"),
-    ]
-    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    bodies = {(path, method): model for path, method, model in _bodies()}
+    models: list[type[BaseModel]] = [*bodies.values(), wire.Result, problems.Problem]
+    names, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
     document["components"]["schemas"] |= schemas["$defs"]
+    for (path, method), model in bodies.items():
+        content = {"application/json": {"schema": names[model, "validation"]}}
+        document["paths"][path][method]["requestBody"] = {"required": True, "content": content}
     return document
+
+
+def _bodies() -> Iterator[tuple[str, str, type[BaseModel]]]:
+    """(path, method, model) of every route that reads a JSON body."""
+    for module in ROUTERS:
+        for route in module.router.routes:
+            assert isinstance(route, APIRoute)
+            for needed in route.dependant.dependencies:
+                if isinstance(needed.call, JsonBody):
+                    for method in route.methods or ():
+                        yield API_PREFIX + route.path, method.lower(), needed.call.model
 
 
 @asynccontextmanager

@@ -79,6 +79,18 @@ class LeaseLost(ServiceError):
     status, slug, title = 410, "lease-lost", "Lease lost"
 
 
+class TooLarge(ServiceError):
+    """The body is larger than this address takes."""
+
+    status, slug, title = 413, "too-large", "Body too large"
+
+
+class UnsupportedMediaType(ServiceError):
+    """The body is not of a type that this address takes."""
+
+    status, slug, title = 415, "unsupported-media-type", "Unsupported media type"
+
+
 class Invalid(ServiceError):
     """The request is understood and makes no sense; `errors` names the fields."""
 

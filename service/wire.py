@@ -30,19 +30,32 @@ from service.catalogue import BY_NAME, Metric, MetricClass
 WIRE_VERSION = 1
 
 
-def _finite(value: JsonValue) -> JsonValue:
-    """Refuse NaN and infinity at any depth: pydantic checks float fields only."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("NaN and infinity cannot be stored")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _finite(item)
-    return value
+INTEGER_MAX = (1 << 63) - 1
+_TEXT_MAX = 4000
+_MEMBERS_MAX = 1000
 
 
-def _without_nul(text: str) -> str:
+def _storable(text: str) -> str:
     if "\x00" in text:
         raise ValueError("the character U+0000 cannot be stored")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("half of a surrogate pair cannot be stored")
     return text
+
+
+def _storable_fact(value: JsonValue) -> JsonValue:
+    """Refuse at any depth what no database and no other program could hold: pydantic checks typed fields only."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("NaN and infinity cannot be stored")
+    if isinstance(value, int) and abs(value) > INTEGER_MAX:
+        raise ValueError("an integer of more than 64 bits cannot be stored")
+    if isinstance(value, str) and len(_storable(value)) > _TEXT_MAX:
+        raise ValueError(f"a text of more than {_TEXT_MAX} characters cannot be stored")
+    if isinstance(value, dict | list) and len(value) > _MEMBERS_MAX:
+        raise ValueError(f"more than {_MEMBERS_MAX} members cannot be stored")
+    for item in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _storable_fact(item)
+    return value
 
 
 def _as_utc(moment: datetime) -> datetime:
@@ -55,12 +68,15 @@ def _as_utc(moment: datetime) -> datetime:
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$", description="full hexadecimal commit id, lower case")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256, hexadecimal")]
-Short = Annotated[str, Field(max_length=200), AfterValidator(_without_nul)]
-Line = Annotated[str, Field(max_length=500), AfterValidator(_without_nul)]
-Text = Annotated[str, Field(max_length=4000), AfterValidator(_without_nul)]
+Short = Annotated[str, Field(max_length=200), AfterValidator(_storable)]
+Line = Annotated[str, Field(max_length=500), AfterValidator(_storable)]
+Text = Annotated[str, Field(max_length=_TEXT_MAX), AfterValidator(_storable)]
+Branch = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_storable)]
 Moment = Annotated[AwareDatetime, AfterValidator(_as_utc)]
-Fact = Annotated[JsonValue, AfterValidator(_finite)]
+Fact = Annotated[JsonValue, AfterValidator(_storable_fact)]
+Facts = Annotated[dict[Name, Fact], Field(max_length=_MEMBERS_MAX)]
 RowId = Annotated[int, Field(ge=1, lt=1 << 31)]
+Samples = Annotated[list[float], Field(min_length=1, max_length=10_000, fail_fast=True)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 EntropyMode = Literal["off", "value", "gradient"]
 Distribution = Literal[
@@ -86,9 +102,9 @@ class Case(_Wire):
     dtype: Dtype = "float32"
     entropy: EntropyMode = "gradient"
     keep_mask: bool = False
-    chunk_size: int | None = Field(default=None, ge=1)
+    chunk_size: int | None = Field(default=None, ge=1, le=1 << 24)
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=1e6)
     distribution: Distribution = "spread"
     upstream: Upstream = "signed"
     seed: int = Field(default=0, ge=0, lt=1 << 63)
@@ -125,9 +141,9 @@ class Measurement(_Wire):
     case: Case
     outcome: Outcome = "ok"
     inputs_digest: Digest | None = None
-    values: dict[str, list[float]] = Field(default_factory=dict)
-    nonfinite: list[str] = Field(default_factory=list)
-    notes: dict[Name, Text] = Field(default_factory=dict)
+    values: dict[Name, Samples] = Field(default_factory=dict, max_length=_MEMBERS_MAX)
+    nonfinite: list[Name] = Field(default_factory=list, max_length=_MEMBERS_MAX)
+    notes: dict[Name, Text] = Field(default_factory=dict, max_length=_MEMBERS_MAX)
 
     @field_validator("values")
     @classmethod
@@ -162,13 +178,11 @@ def _known(name: str) -> Metric:
 
 
 def _check_samples(metric: Metric, samples: list[float]) -> None:
-    if not 1 <= len(samples) <= 10_000:
-        raise ValueError(f"metric {metric.name!r} needs 1 to 10000 samples, got {len(samples)}")
     for sample in samples:
         if sample < 0 and not metric.signed:
             raise ValueError(f"metric {metric.name!r} cannot be negative, got {sample}")
-        if metric.metric_class is MetricClass.EXACT and not sample.is_integer():
-            raise ValueError(f"metric {metric.name!r} counts whole {metric.unit}s, got {sample}")
+        if metric.metric_class is MetricClass.EXACT and not (sample.is_integer() and sample <= INTEGER_MAX):
+            raise ValueError(f"metric {metric.name!r} counts whole {metric.unit}s of 64 bits, got {sample}")
         if metric.metric_class is MetricClass.CONTRACT and sample not in (0.0, 1.0):
             raise ValueError(f"metric {metric.name!r} is 1 (pass) or 0 (fail), got {sample}")
 
@@ -180,10 +194,10 @@ class Environment(_Wire):
 
     device_class: Literal["cpu", "cuda"]
     device: Text
-    exact: dict[Name, Fact]
-    numeric: dict[Name, Fact]
-    timing: dict[Name, Fact]
-    volatile: dict[Name, Fact] = Field(default_factory=dict)
+    exact: Facts
+    numeric: Facts
+    timing: Facts
+    volatile: Facts = Field(default_factory=dict)
 
     def identity(self, metric_class: MetricClass) -> str:
         """SHA-256 of the facts that identify a series of this class. Contract checks share the numeric identity."""
@@ -231,8 +245,8 @@ class Result(_Wire):
     environment: Environment
     started_at: Moment
     finished_at: Moment
-    units: dict[str, str]
-    measurements: list[Measurement] = Field(min_length=1, max_length=20_000)
+    units: dict[Name, Short] = Field(max_length=_MEMBERS_MAX)
+    measurements: list[Measurement] = Field(min_length=1, max_length=20_000, fail_fast=True)
 
     @field_validator("units")
     @classmethod
@@ -270,8 +284,8 @@ CASE_ARGUMENTS = (
     "with_entropy",
     "with_entropy_grad",
 )
-_ENTRY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
-_RETURN = re.compile(r"^(_|-?(log_prob|entropy)(\[:, 0\])?)$")
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_RETURN = re.compile(r"_|-?(log_prob|entropy)(\[:, 0\])?")
 
 
 def _known_arguments(arguments: dict[str, str]) -> dict[str, str]:
@@ -282,6 +296,7 @@ def _known_arguments(arguments: dict[str, str]) -> dict[str, str]:
 
 
 def _relative_path(path: str) -> str:
+    _storable(path)
     if path.startswith("/") or ".." in path.split("/"):
         raise ValueError(f"path {path!r} must lie inside the repository")
     return path
@@ -299,6 +314,8 @@ class Budget(_Wire):
 
 Budgeted = Literal["forward_peak_bytes", "step_peak_bytes", "saved_bytes", "largest_allocation_bytes"]
 
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
+
 
 class TargetKernel(_Wire):
     """How to call one kernel of a repository.
@@ -312,21 +329,23 @@ class TargetKernel(_Wire):
     """
 
     name: Name
-    entry: str
-    arguments: Annotated[dict[str, str], AfterValidator(_known_arguments)]
-    returns: list[str] = Field(min_length=1, max_length=8)
-    absent: Annotated[dict[str, Fact], AfterValidator(_known_arguments)] = Field(default_factory=dict)
-    since: Annotated[dict[str, str], AfterValidator(_known_arguments)] = Field(default_factory=dict)
+    entry: Line
+    arguments: Annotated[dict[Name, Short], Field(max_length=_MEMBERS_MAX), AfterValidator(_known_arguments)]
+    returns: list[Short] = Field(min_length=1, max_length=8)
+    absent: Annotated[Facts, AfterValidator(_known_arguments)] = Field(default_factory=dict)
+    since: Annotated[dict[Name, Short], Field(max_length=_MEMBERS_MAX), AfterValidator(_known_arguments)] = Field(
+        default_factory=dict
+    )
     control: Name | None = None
-    contract: dict[Literal["gradient"], Literal["float32", "bfloat16"]] | None = None
-    budget: dict[Budgeted, Budget] = Field(default_factory=dict)
+    budget: Annotated[dict[Budgeted, Budget], Field(max_length=4)] = Field(default_factory=dict)
+    contract: Annotated[dict[Literal["gradient"], Literal["float32", "bfloat16"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")
     def _is_callable(self) -> Self:
-        if not _ENTRY.match(self.entry):
+        if not _ENTRY.fullmatch(self.entry):
             raise ValueError(f"entry {self.entry!r} is not of the form package.module:function")
         for item in self.returns:
-            if not _RETURN.match(item):
+            if not _RETURN.fullmatch(item):
                 raise ValueError(
                     f"returns: {item!r} is not one of log_prob, entropy, _ with an optional '-' or '[:, 0]'"
                 )
@@ -348,9 +367,9 @@ class TargetPython(_Wire):
     state.
     """
 
-    path: list[RelativePath] = Field(default_factory=lambda: ["."])
-    requires: list[Text] = Field(default_factory=list)
-    env: dict[str, str] = Field(default_factory=dict)
+    path: list[RelativePath] = Field(default_factory=lambda: ["."], max_length=_MEMBERS_MAX)
+    requires: list[Text] = Field(default_factory=list, max_length=_MEMBERS_MAX)
+    env: dict[VariableName, Text] = Field(default_factory=dict, max_length=_MEMBERS_MAX)
     process_group: bool = False
     megatron: bool = False
 
@@ -358,9 +377,11 @@ class TargetPython(_Wire):
 class TargetRequire(_Wire):
     """What a verdict must have; everything else is shown and decides nothing."""
 
-    devices: list[Literal["cpu", "cuda"]] = Field(default=["cpu"], min_length=1)
+    devices: list[Literal["cpu", "cuda"]] = Field(default=["cpu"], min_length=1, max_length=2)
     metrics: list[MetricClass] = Field(
-        default_factory=lambda: [MetricClass.EXACT, MetricClass.NUMERIC, MetricClass.CONTRACT], min_length=1
+        default_factory=lambda: [MetricClass.EXACT, MetricClass.NUMERIC, MetricClass.CONTRACT],
+        min_length=1,
+        max_length=len(MetricClass),
     )
 
 
@@ -373,14 +394,14 @@ class Target(_Wire):
     that is not the usual."""
 
     name: Name
-    repository: Annotated[str, Field(min_length=1, max_length=1000)]
-    branch: Annotated[str, Field(min_length=1, max_length=200)] = "main"
-    paths: list[RelativePath] = Field(min_length=1)
+    repository: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_storable)]
+    branch: Branch = "main"
+    paths: list[RelativePath] = Field(min_length=1, max_length=_MEMBERS_MAX)
     suite: Name = "quick"
     python: TargetPython = Field(default_factory=TargetPython)
-    kernels: list[TargetKernel] = Field(min_length=1)
+    kernels: list[TargetKernel] = Field(min_length=1, max_length=_MEMBERS_MAX)
     require: TargetRequire = Field(default_factory=TargetRequire)
-    ci: dict[StateName, CiResult] = Field(default_factory=dict)
+    ci: Annotated[dict[StateName, CiResult], Field(max_length=8)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _kernel_names_differ(self) -> Self:
@@ -410,7 +431,7 @@ class RunnerHello(_Wire):
 
     name: Name
     device_class: Literal["cpu", "cuda"]
-    capabilities: dict[Name, Fact] = Field(default_factory=dict)
+    capabilities: Facts = Field(default_factory=dict)
 
 
 class ClaimRequest(_Wire):
@@ -423,14 +444,14 @@ class ClaimRequest(_Wire):
 class LeasedJob(_Wire):
     """A job that is this runner's until `lease_expires_at`, unless it renews; the result carries `attempt`."""
 
-    id: int
+    id: RowId
     attempt: UUID
     kind: Literal["measure"]
     target: Target
     commit: Sha
     suite: Name
-    lease_seconds: float
-    lease_expires_at: datetime
+    lease_seconds: float = Field(gt=0, le=1e9)
+    lease_expires_at: Moment
 
 
 class Renewal(_Wire):

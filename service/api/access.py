@@ -59,15 +59,20 @@ def caller(
     return found
 
 
+def require_scope(who: Caller, *scopes: Scope) -> Caller:
+    """The caller. Unauthenticated or Forbidden unless the token grants one of the scopes."""
+    if who.may(*scopes):
+        return who
+    if who.token_id is None:
+        raise Unauthenticated(f"this needs a token of scope {' or '.join(scopes)}")
+    raise Forbidden(f"this needs a token of scope {' or '.join(scopes)}; this one has scope {who.scope}")
+
+
 def require(*scopes: Scope) -> Callable[[Caller], Caller]:
     """A dependency: the caller, whose token must grant one of the scopes."""
 
     def check(who: Annotated[Caller, Depends(caller)]) -> Caller:
-        if who.may(*scopes):
-            return who
-        if who.token_id is None:
-            raise Unauthenticated(f"this needs a token of scope {' or '.join(scopes)}")
-        raise Forbidden(f"this needs a token of scope {' or '.join(scopes)}; this one has scope {who.scope}")
+        return require_scope(who, *scopes)
 
     return check
 

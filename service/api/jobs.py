@@ -5,16 +5,24 @@ from datetime import datetime
 from typing import Annotated, Literal
 from uuid import UUID
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from service import job_queue, queries, wire
 from service.api.access import Contributor, PathId, Reader, RunnerCaller, ServiceSettings, Store
+from service.api.bodies import SMALL, JsonBody
 from service.api.paging import PAGE_SIZE, Page, PageSize
 from service.auth import Caller
 
 router = APIRouter(tags=["jobs"])
+
+JobBody = Annotated[wire.JobRequest, Depends(JsonBody(wire.JobRequest, "ci", bytes_max=SMALL))]
+HelloBody = Annotated[wire.RunnerHello, Depends(JsonBody(wire.RunnerHello, "runner", bytes_max=SMALL))]
+ClaimBody = Annotated[wire.ClaimRequest, Depends(JsonBody(wire.ClaimRequest, "runner", bytes_max=SMALL))]
+RenewalBody = Annotated[wire.Renewal, Depends(JsonBody(wire.Renewal, "runner", bytes_max=SMALL))]
+FinishBody = Annotated[wire.Finish, Depends(JsonBody(wire.Finish, "runner", bytes_max=SMALL))]
+FailureBody = Annotated[wire.Failure, Depends(JsonBody(wire.Failure, "runner", bytes_max=SMALL))]
 
 
 class Renewed(BaseModel):
@@ -24,7 +32,7 @@ class Renewed(BaseModel):
 
 
 @router.post("/jobs")
-def post_job(request: wire.JobRequest, storage: Store, settings: ServiceSettings, who: Contributor) -> job_queue.Queued:
+def post_job(request: JobBody, storage: Store, settings: ServiceSettings, who: Contributor) -> job_queue.Queued:
     """Ask for a commit to be measured. The same open job is never made twice."""
     who.require_target(request.target)
     with storage.write.begin() as session:
@@ -49,7 +57,7 @@ def list_jobs(
 
 @router.post("/jobs/claim")
 def claim_job(
-    request: wire.ClaimRequest, storage: Store, settings: ServiceSettings, who: RunnerCaller
+    request: ClaimBody, storage: Store, settings: ServiceSettings, who: RunnerCaller
 ) -> wire.LeasedJob | None:
     """Lease the next job that the runner can do; null if there is none."""
     with storage.write.begin() as session:
@@ -68,7 +76,7 @@ def claim_job(
 
 @router.post("/jobs/{job_id}/renew")
 def renew_job(
-    job_id: PathId, renewal: wire.Renewal, storage: Store, settings: ServiceSettings, who: RunnerCaller
+    job_id: PathId, renewal: RenewalBody, storage: Store, settings: ServiceSettings, who: RunnerCaller
 ) -> Renewed:
     """Keep a lease. 410 if the attempt no longer holds the job."""
     with storage.write.begin() as session:
@@ -84,7 +92,7 @@ def renew_job(
 
 
 @router.post("/jobs/{job_id}/finish", status_code=204)
-def finish_job(job_id: PathId, finish: wire.Finish, storage: Store, who: RunnerCaller) -> None:
+def finish_job(job_id: PathId, finish: FinishBody, storage: Store, who: RunnerCaller) -> None:
     """End a job whose result is stored. Storing the result ends it too."""
     with storage.write.begin() as session:
         _require_own(session, who, job_id, finish.attempt)
@@ -92,7 +100,7 @@ def finish_job(job_id: PathId, finish: wire.Finish, storage: Store, who: RunnerC
 
 
 @router.post("/jobs/{job_id}/fail", status_code=204)
-def fail_job(job_id: PathId, failure: wire.Failure, storage: Store, who: RunnerCaller) -> None:
+def fail_job(job_id: PathId, failure: FailureBody, storage: Store, who: RunnerCaller) -> None:
     """Give a job up: back to the queue if the failure is transient. 410 if the attempt no longer holds the job."""
     with storage.write.begin() as session:
         _require_own(session, who, job_id, failure.attempt)
@@ -100,7 +108,7 @@ def fail_job(job_id: PathId, failure: wire.Failure, storage: Store, who: RunnerC
 
 
 @router.post("/runners", status_code=204)
-def post_runner(hello: wire.RunnerHello, storage: Store, who: RunnerCaller) -> None:
+def post_runner(hello: HelloBody, storage: Store, who: RunnerCaller) -> None:
     """Introduce a runner. Jobs that it held in an earlier life go back to the queue."""
     assert who.token_id is not None
     with storage.write.begin() as session:

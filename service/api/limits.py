@@ -1,10 +1,10 @@
 """What holds for every request and response, whatever the route: the largest body, and headers for browsers."""
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.problems import http_problem, problem_response
+from service.api.problems import problem_response
+from service.errors import TooLarge
 
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -15,13 +15,17 @@ SECURITY_HEADERS = {
 }
 
 
+def too_large(bytes_max: int) -> TooLarge:
+    """The answer to a body of more than `bytes_max` bytes."""
+    return TooLarge(f"the body is larger than {bytes_max} bytes: post it in parts, a result by suite or kernel")
+
+
 class BodyLimit:
-    """Answers 413 to a body that is too large: at once if it says its length, else while it streams in."""
+    """Answers 413 to a body that is too large for any route: at once if it says its length, else while it streams."""
 
     def __init__(self, app: ASGIApp, *, bytes_max: int) -> None:
         self._app = app
         self._bytes_max = bytes_max
-        self._detail = f"the body is larger than {bytes_max} bytes: post a result in parts, by suite or kernel"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with a counted body."""
@@ -30,7 +34,7 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self._bytes_max:
-            await problem_response(http_problem(413, self._detail))(scope, receive, send)
+            await problem_response(too_large(self._bytes_max).problem())(scope, receive, send)
             return
         received = 0
 
@@ -39,7 +43,7 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._bytes_max:
-                raise HTTPException(413, detail=self._detail)
+                raise too_large(self._bytes_max)
             return message
 
         await self._app(scope, receive_counted, send)

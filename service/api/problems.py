@@ -1,7 +1,7 @@
 """Turns every exception of a request into an RFC 9457 problem document. Tells callers nothing of our insides."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -57,7 +57,8 @@ def install(app: FastAPI) -> None:
 
 def invalid(error: ValidationError) -> Invalid:
     """The Invalid that tells of a body that pydantic refused."""
-    return _invalid({**item, "loc": ("body", *item["loc"])} for item in error.errors(include_url=False))
+    items = error.errors(include_url=False, include_context=False, include_input=False)
+    return _invalid([{**item, "loc": ("body", *item["loc"])} for item in items[:_ERRORS_MAX]], count=len(items))
 
 
 def field_path(location: Sequence[str | int]) -> str:
@@ -78,11 +79,12 @@ def http_problem(status: int, detail: str | None = None) -> dict[str, Any]:
     return problem_document(status=status, slug=slug, title=title, detail=detail or _DETAILS.get(status, title))
 
 
-def _invalid(items: Iterable[Mapping[str, Any]]) -> Invalid:
-    errors = [FieldError(field_path(item["loc"]), _shortened(_words(item))) for item in items]
-    more = f", and {len(errors) - _ERRORS_MAX} more" if len(errors) > _ERRORS_MAX else ""
+def _invalid(items: Sequence[Mapping[str, Any]], *, count: int) -> Invalid:
+    """The first of `count` errors in words."""
+    errors = [FieldError(field_path(item["loc"]), _shortened(_words(item))) for item in items[:_ERRORS_MAX]]
+    more = f", and {count - _ERRORS_MAX} more" if count > _ERRORS_MAX else ""
     first = errors[0]
-    return Invalid(f"{first.field}: {first.message}{more}", errors=errors[:_ERRORS_MAX])
+    return Invalid(f"{first.field}: {first.message}{more}", errors=errors)
 
 
 def _words(item: Mapping[str, Any]) -> str:
@@ -101,7 +103,8 @@ async def _service_error(_request: Request, error: Exception) -> JSONResponse:
 
 async def _request_invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return problem_response(_invalid(error.errors()).problem())
+    items = error.errors()
+    return problem_response(_invalid(items, count=len(items)).problem())
 
 
 async def _http_error(_request: Request, error: Exception) -> JSONResponse:

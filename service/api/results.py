@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from service import wire
-from service.api.access import Storage, Store, Submitter
-from service.api.problems import invalid
+from service.api.access import ServiceSettings, Storage, Store, Submitter
+from service.api.bodies import parse, read_json
 from service.auth import Caller
 from service.errors import Forbidden
 from service.ingest import Ingested, ingest
@@ -47,6 +46,7 @@ class StoredResult:
 async def post_result(
     request: Request,
     storage: Store,
+    settings: ServiceSettings,
     who: Submitter,
     quarantined: Annotated[bool, Query(description="of an untrusted pull request: never part of a baseline")] = False,
 ) -> JSONResponse:
@@ -54,16 +54,14 @@ async def post_result(
 
     With a runner token: of a job that was leased to this runner. With a ci token: of no job.
     """
-    stored = await run_in_threadpool(_store, storage, who, await request.body(), quarantined)
+    body = await read_json(request, bytes_max=settings.body_bytes_max)
+    stored = await run_in_threadpool(_store, storage, who, body, quarantined)
     request.app.state.judge_wanted.set()
     return JSONResponse(asdict(StoredResult(stored.run_id, stored.created)), status_code=201 if stored.created else 200)
 
 
 def _store(storage: Storage, who: Caller, body: bytes, quarantined: bool) -> Ingested:
-    try:
-        result = wire.Result.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid(error) from error
+    result = parse(wire.Result, body)
     who.require_target(result.target)
     with storage.write.begin() as session:
         if result.job is None and not who.may("ci"):

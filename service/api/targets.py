@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from service import queries, wire
 from service.api.access import Administrator, CommitId, Contributor, ReadableTarget, Reader, Store, found_or_404
+from service.api.bodies import COMMITS, TARGET, JsonBody
 from service.api.paging import PAGE_SIZE, Page, PageSize, page
 from service.errors import FieldError, Invalid
 from service.ingest import RegisteredTarget, register_commits, register_target
@@ -22,9 +23,13 @@ class CommitsBody(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: wire.Name
-    branch: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    branch: wire.Branch | None = None
     head: wire.Sha | None = None
-    commits: list[wire.Commit] = Field(max_length=10_000)
+    commits: list[wire.Commit] = Field(max_length=10_000, fail_fast=True)
+
+
+TargetBody = Annotated[wire.Target, Depends(JsonBody(wire.Target, "admin", bytes_max=TARGET))]
+PostedCommits = Annotated[CommitsBody, Depends(JsonBody(CommitsBody, "ci", bytes_max=COMMITS))]
 
 
 @router.get("/targets")
@@ -36,7 +41,7 @@ def list_targets(storage: Store, who: Reader) -> Page[queries.TargetRow]:
 
 
 @router.post("/targets")
-def post_target(target: wire.Target, storage: Store, who: Administrator) -> RegisteredTarget:
+def post_target(target: TargetBody, storage: Store, who: Administrator) -> RegisteredTarget:
     """Register a target, or a new version of it if it changed."""
     who.require_target(target.name)
     with storage.write.begin() as session:
@@ -44,7 +49,7 @@ def post_target(target: wire.Target, storage: Store, who: Administrator) -> Regi
 
 
 @router.put("/targets/{name}")
-def put_target(name: wire.Name, target: wire.Target, storage: Store, who: Administrator) -> RegisteredTarget:
+def put_target(name: wire.Name, target: TargetBody, storage: Store, who: Administrator) -> RegisteredTarget:
     """Register a target under its address, or a new version of it if it changed."""
     if name != target.name:
         raise Invalid(f"body.name is not {name!r}", errors=[FieldError("body.name", f"is not {name!r}")])
@@ -59,7 +64,7 @@ def get_target(target: ReadableTarget, storage: Store) -> dict[str, Any]:
 
 
 @router.post("/commits", status_code=204)
-def post_commits(body: CommitsBody, storage: Store, who: Contributor) -> None:
+def post_commits(body: PostedCommits, storage: Store, who: Contributor) -> None:
     """Tell of commits and of a branch's newest one. Telling again changes nothing."""
     who.require_target(body.target)
     with storage.write.begin() as session:

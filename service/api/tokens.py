@@ -1,10 +1,13 @@
 """Routes of API tokens, for administrators."""
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict
 
 from service import auth, wire
 from service.api.access import Administrator, PathId, Store
+from service.api.bodies import SMALL, JsonBody
 from service.api.paging import Page
 
 router = APIRouter(tags=["tokens"])
@@ -21,8 +24,11 @@ class TokenRequest(BaseModel):
     expires_at: wire.Moment | None = None
 
 
+TokenBody = Annotated[TokenRequest, Depends(JsonBody(TokenRequest, "admin", bytes_max=SMALL))]
+
+
 @router.post("/tokens", status_code=201)
-def post_token(request: TokenRequest, storage: Store, who: Administrator) -> auth.CreatedToken:
+def post_token(request: TokenBody, storage: Store, who: Administrator) -> auth.CreatedToken:
     """Make a token. Its secret is in this answer and nowhere else."""
     who.require_all_targets()
     with storage.write.begin() as session:

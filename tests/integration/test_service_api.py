@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import re
+import threading
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from sqlalchemy import func, select
 from service.app import create_app
 from service.auth import create_token
 from service.db import SessionFactory
-from service.errors import SchemaBehind
+from service.errors import Invalid, SchemaBehind
 from service.ingest import register_commits, register_target
 from service.judge import judge_pending
 from service.models import Commit, Job, Run, Runner, Target
@@ -154,10 +155,8 @@ def test_an_unknown_target_is_404(post: Callable[..., Response], payloads: Simpl
 
 
 def test_many_errors_are_cut_short(post: Callable[..., Response], payloads: SimpleNamespace) -> None:
-    rows = [payloads.measurement(kernel=f"k{number}") for number in range(50)]
-    payload = payloads.result(payloads.commit("a"), rows).model_dump(mode="json")
-    for row in payload["measurements"]:
-        row["values"] = {"x" * 10_000: [1.0]}
+    payload = payloads.result(payloads.commit("a")).model_dump(mode="json")
+    payload["measurements"][0]["notes"] = {f"{number}{'x' * 10_000}": "" for number in range(50)}
     answer = post("/results", payload)
     assert len(_fields(answer)) == 20
     assert "30 more" in _problem(answer)["detail"]
@@ -181,12 +180,103 @@ def test_a_body_that_says_it_is_too_large_is_refused_unread(client: Client) -> N
 def test_a_body_that_grows_too_large_is_refused_while_it_streams(
     client: Client, headers: Headers, session_factory: SessionFactory
 ) -> None:
-    for path in ("/results", "/jobs"):
+    for path, bytes_max in (("/results", 1 << 20), ("/jobs", 1 << 16)):
         chunks = (b" " * (1 << 18) for _ in range(5))
         answer = client.post(API + path, content=chunks, headers=headers["ci"] | JSON)
         assert answer.status_code == 413
-        assert "1048576 bytes" in _problem(answer)["detail"]
+        assert f"{bytes_max} bytes" in _problem(answer)["detail"]
     assert _runs(session_factory) == 0
+
+
+BODY_ROUTES = {
+    ("POST", "/targets"): 1 << 20,
+    ("PUT", "/targets/demo"): 1 << 20,
+    ("POST", "/commits"): 8 << 20,
+    ("POST", "/results"): 16 << 20,
+    ("POST", "/jobs"): 1 << 16,
+    ("POST", "/jobs/claim"): 1 << 16,
+    ("POST", "/jobs/1/renew"): 1 << 16,
+    ("POST", "/jobs/1/finish"): 1 << 16,
+    ("POST", "/jobs/1/fail"): 1 << 16,
+    ("POST", "/runners"): 1 << 16,
+    ("POST", "/tokens"): 1 << 16,
+}
+
+
+def _promise(client: Client, method: str, path: str, headers: dict[str, str]) -> int:
+    """The status of a request whose body is announced and never sent."""
+    connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port or 0, timeout=5)
+    connection.putrequest(method, API + path)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+@pytest.mark.parametrize(("method", "path"), BODY_ROUTES)
+def test_no_byte_of_a_body_is_read_before_its_sender_is_known(
+    method: str, path: str, client: Client, headers: Headers
+) -> None:
+    promised = JSON | {"Content-Length": "1000"}
+    assert _promise(client, method, path, promised) == 401
+    assert _promise(client, method, path, promised | {"Authorization": "Bearer ulpw_wrong"}) == 401
+    assert _promise(client, method, path, promised | headers["read"]) == 403
+
+
+@pytest.mark.parametrize(("method", "path"), BODY_ROUTES)
+def test_each_route_has_its_own_limit_and_takes_json_alone(
+    method: str, path: str, settings: Settings, running_service: RunningService, headers: Headers
+) -> None:
+    bytes_max = BODY_ROUTES[method, path]
+    with running_service(settings.model_copy(update={"body_bytes_max": 16 << 20})) as client:
+        promised = headers["admin"] | JSON | {"Content-Length": str(bytes_max + 1)}
+        assert _promise(client, method, path, promised) == 413
+        for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
+            answer = client.request(method, API + path, content=b"{}", headers=headers["admin"] | kind)
+            assert (answer.status_code, _problem(answer)["title"]) == (415, "Unsupported media type")
+        spelled = {"Content-Type": "Application/JSON; charset=utf-8"}
+        assert client.request(method, API + path, content=b"[]", headers=headers["admin"] | spelled).status_code == 422
+
+
+def test_no_route_with_a_body_is_left_out_of_the_table_of_limits() -> None:
+    paths = create_app(Settings(database_url="sqlite:///unused")).openapi()["paths"]
+    served = {
+        (method.upper(), path.removeprefix(API))
+        for path, methods in paths.items()
+        for method, operation in methods.items()
+        if "requestBody" in operation
+    }
+    assert served == {
+        (method, path.replace("/1/", "/{job_id}/").replace("demo", "{name}")) for method, path in BODY_ROUTES
+    }
+
+
+def test_other_requests_are_answered_while_a_body_is_parsed(
+    client: Client, headers: Headers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsing, answered = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        parsing.set()
+        assert answered.wait(30)
+        raise Invalid("slow")
+
+    monkeypatch.setattr("service.api.bodies.parse", slow)
+    statuses: list[int] = []
+    body = json.dumps({"target": "demo", "commits": []})
+    sender = threading.Thread(
+        target=lambda: statuses.append(
+            client.post(f"{API}/commits", content=body, headers=headers["ci"] | JSON).status_code
+        )
+    )
+    sender.start()
+    assert parsing.wait(30)
+    assert client.get(f"{API}/health").status_code == 200
+    answered.set()
+    sender.join()
+    assert statuses == [422]
 
 
 def test_every_answer_carries_the_security_headers(client: Client) -> None:
