@@ -239,4 +239,5 @@ def effect(before: float | None, after: float | None) -> float | None:
     """log2(after / before): 1 is twice as much. None where one of them is 0, missing or not finite."""
     if before is None or after is None or before <= 0 or after <= 0 or NONFINITE in (before, after):
         return None
-    return math.log2(after / before)
+    ratio = after / before
+    return math.log2(ratio) if 0 < ratio < math.inf else math.log2(after) - math.log2(before)

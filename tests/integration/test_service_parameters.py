@@ -10,6 +10,7 @@ from httpx import Client
 
 from service.db import SessionFactory
 from service.ingest import ingest, register_target
+from service.judge import judge_pending
 
 NONSENSE = (
     "%00",
@@ -63,3 +64,24 @@ def test_no_parameter_makes_the_service_fail(
         status = client.request(method, quote(address, safe="/%?=&"), headers=headers["admin"]).status_code
         failed += [(method, address[:80], status)] if status >= 500 else []
     assert failed == []
+
+
+def test_the_extremes_of_what_the_wire_takes_can_be_judged_and_read(
+    session_factory: SessionFactory, client: Client, headers: dict[str, dict[str, str]], payloads: SimpleNamespace
+) -> None:
+    extremes = {"b": (5e-324, 1.0), "c": (1.7e308, float((1 << 63) - 1024)), "d": (5e-324, 1.0), "e": (0.0, 0.0)}
+    parent = "a"
+    for name, (error, count) in extremes.items():
+        values = payloads.values | {"g_rel_l2_lp": [error], "operations": [count]}
+        posted = payloads.result(payloads.commit(name, [parent]), [payloads.measurement(values=values)])
+        with session_factory.begin() as session:
+            ingest(session, posted, body_digest=name * 64, posted_by="test")
+        parent = name
+    judge_pending(session_factory)
+    for name in "abcde":
+        answer = client.get(f"/api/v1/targets/demo/commits/{payloads.sha(name)}/verdict", headers=headers["read"])
+        assert (answer.status_code, answer.json()["state"] != "missing") == (200, True)
+    series = client.get("/api/v1/targets/demo/series", headers=headers["read"]).json()["items"]
+    address = f"/api/v1/targets/demo/series/fused/{series[0]['case_id']}"
+    for metric in ("g_rel_l2_lp", "operations"):
+        assert client.get(f"{address}/{metric}", headers=headers["read"]).status_code == 200
