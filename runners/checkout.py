@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
-from service.wire import Commit
+from service.wire import Commit, paths_digest
 
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 _SCP_URL = re.compile(r"^[\w.-]+@[\w.-]+:(?!:)")
@@ -133,7 +133,7 @@ def is_ancestor(repository: Repository, ancestor: str, descendant: str) -> bool:
 
 def describe(repository: Repository, sha: str, paths: Sequence[str]) -> Commit:
     """A commit as the wire knows it. `watched_digest` is the SHA-256 of `git ls-tree -r -z SHA -- paths`: modes, object
-    ids and names of the watched files.
+    ids and names of the watched files; `watched_paths` says which paths these were.
     """
     form = "--format=%P%x00%ct%x00%an%x00%s"
     line = _output(repository, "rev-list", "--no-walk", "--no-commit-header", "--encoding=UTF-8", form, sha)
@@ -146,6 +146,7 @@ def describe(repository: Repository, sha: str, paths: Sequence[str]) -> Commit:
         subject=subject[:500],
         committed_at=datetime.fromtimestamp(int(committed), UTC),
         watched_digest=hashlib.sha256(watched).hexdigest() if watched else None,
+        watched_paths=paths_digest(paths),
     )
 
 

@@ -59,13 +59,14 @@ def ingest(
 
     Idempotent by `result.attempt`: the same body again changes nothing, another body is a Conflict. A result whose
     lease ran out is stored all the same, as a repetition. NotFound if the target is unknown, Forbidden if the job is
-    another commit's or another attempt's.
+    another attempt's or about something else, Invalid if no version of the target declares a kernel in its role.
     """
     target_id = _target_id(session, result.target)
     attempt = str(result.attempt)
     if (stored := _stored_run(session, attempt, body_digest)) is not None:
         return stored
     _require_job_of(session, result, target_id)
+    _require_declared(session, target_id, result.measurements)
     commit_ids = _store_commits(session, target_id, {"body.commit": result.commit}, trusted=not quarantined)
     commit_id = commit_ids[result.commit.sha]
     environment_id = _environment_id(session, result.environment)
@@ -107,12 +108,13 @@ def ingest(
 def register_target(session: Session, target: wire.Target, *, registered_by: str) -> RegisteredTarget:
     """Make `target` the definition of its name: a new version if it differs from the newest one.
 
-    A new version may change what a verdict needs, so every commit of the target is judged again.
+    A new version may change what a verdict needs, so every commit of the target is judged again. One with other paths
+    makes what was known of the watched content worthless; one that declares a kernel decides the role of its series.
     """
     definition = target.model_dump(mode="json")
     _insert_new(session, Target, Target.id, {"name": target.name})
     target_id = session.scalars(
-        select(Target.id).where(Target.name == target.name).with_for_update(key_share=True)
+        select(Target.id).where(Target.name == target.name).with_for_update()  # waits for posts under the last version
     ).one()
     newest = session.scalars(
         select(TargetVersion).where(TargetVersion.target_id == target_id).order_by(TargetVersion.number.desc()).limit(1)
@@ -130,9 +132,16 @@ def register_target(session: Session, target: wire.Target, *, registered_by: str
             "registered_at": datetime.now(UTC),
         },
     )
+    worthless = {}
+    if newest is not None and _paths_digest(newest.definition) != _paths_digest(definition):
+        worthless = {"watched_digest": None}
     session.execute(
-        update(Commit).where(Commit.target_id == target_id).values(judge_generation=Commit.judge_generation + 1)
+        update(Commit)
+        .where(Commit.target_id == target_id)
+        .values(judge_generation=Commit.judge_generation + 1, **worthless)
     )
+    for kernel, role in _roles(definition).items():
+        session.execute(update(Series).where(Series.target_id == target_id, Series.kernel == kernel).values(role=role))
     return RegisteredTarget(name=target.name, version=number, created=True)
 
 
@@ -141,8 +150,8 @@ def register_commits(
 ) -> None:
     """Store commits and their places in the graph, and, if given, the head of a branch; all are judged.
 
-    What is stored of a sha only ever grows: parents that were unknown are filled in, other parents than the stored ones
-    are a Conflict. When a head moves, the commits that entered or left the branch are judged again.
+    What is stored of a sha only ever grows: parents and watched content that were unknown are filled in, others than
+    the stored ones are a Conflict. When a head moves, the commits that entered or left the branch are judged again.
     """
     if (branch is None) != (head is None):
         raise Invalid(
@@ -161,13 +170,15 @@ def _store_commits(
     session: Session, target_id: int, commits: Mapping[str, wire.Commit], *, trusted: bool
 ) -> dict[str, int]:
     """Row ids by sha of commits, given by field path. An untrusted post makes new rows, and changes none."""
-    ordered = sorted(commits.items(), key=lambda item: item[1].sha)
-    _insert_all_new(session, Commit, [_commit_row(target_id, commit) for _, commit in ordered])
-    rows = {
-        row.sha: row
-        for batch in _batches([commit.sha for _, commit in ordered])
-        for row in session.scalars(select(Commit).where(Commit.target_id == target_id, Commit.sha.in_(batch)))
-    }
+    paths = _paths_digest(_definitions(session, target_id)[-1])
+    ordered = [
+        (field, _about_paths(commit, paths)) for field, commit in sorted(commits.items(), key=lambda item: item[1].sha)
+    ]
+    _insert_all_new(session, Commit, [_commit_row(target_id, commit, trusted=trusted) for _, commit in ordered])
+    shas = [commit.sha for _, commit in ordered]
+    rows = _commit_rows(session, target_id, shas)
+    if trusted and any(_is_news(rows[commit.sha], commit) for _, commit in ordered):
+        rows = _commit_rows(session, target_id, shas, lock=True)
     if trusted:
         for field, commit in ordered:
             _learn(rows[commit.sha], commit, field=field)
@@ -175,7 +186,25 @@ def _store_commits(
     return {sha: row.id for sha, row in rows.items()}
 
 
-def _commit_row(target_id: int, commit: wire.Commit) -> dict[str, Any]:
+def _commit_rows(session: Session, target_id: int, shas: Sequence[str], *, lock: bool = False) -> dict[str, Commit]:
+    """Commits by sha; with `lock` as they are now, whoever else was changing them."""
+    found: dict[str, Commit] = {}
+    for batch in _batches(shas):
+        query = select(Commit).where(Commit.target_id == target_id, Commit.sha.in_(batch)).order_by(Commit.id)
+        if lock:
+            query = query.with_for_update(key_share=True).execution_options(populate_existing=True)
+        found |= {row.sha: row for row in session.scalars(query)}
+    return found
+
+
+def _about_paths(commit: wire.Commit, paths: str) -> wire.Commit:
+    """The commit, without a digest that covers other paths than the target watches now."""
+    if commit.watched_paths in {None, paths}:
+        return commit
+    return commit.model_copy(update={"watched_digest": None})
+
+
+def _commit_row(target_id: int, commit: wire.Commit, *, trusted: bool) -> dict[str, Any]:
     return {
         "target_id": target_id,
         "sha": commit.sha,
@@ -184,20 +213,46 @@ def _commit_row(target_id: int, commit: wire.Commit) -> dict[str, Any]:
         "subject": commit.subject,
         "committed_at": commit.committed_at,
         "watched_digest": commit.watched_digest,
+        "trusted": trusted,
         "judge_generation": 1,
         "judged_generation": 0,
     }
 
 
+def _is_news(known: Commit, told: wire.Commit) -> bool:
+    """Whether a trusted post changes what is stored of a commit, or contradicts it."""
+    place = (told.parents or known.parents, told.watched_digest or known.watched_digest)
+    words = (known.author or told.author, known.subject or told.subject)
+    return not known.trusted or (*place, *words) != (
+        known.parents,
+        known.watched_digest,
+        known.author,
+        known.subject,
+    )
+
+
 def _learn(known: Commit, told: wire.Commit, *, field: str) -> None:
-    """Fill in what was not known of a commit; judge it again if its place or its watched content is news."""
+    """Fill in what was not known of a commit, and replace what only an untrusted post said; judge it again if its place
+    or its watched content is news.
+    """
+    if not known.trusted:
+        known.trusted = True
+        known.parents, known.watched_digest = told.parents, told.watched_digest
+        known.author, known.subject, known.committed_at = told.author, told.subject, told.committed_at
+        known.judge_generation += 1
+        return
     if known.parents and told.parents and known.parents != told.parents:
         raise Conflict(
             f"commit {told.sha} is known with other parents ({', '.join(known.parents)}): a sha has one history",
             errors=[FieldError(f"{field}.parents", "differ from the stored ones")],
         )
+    if known.watched_digest and told.watched_digest and known.watched_digest != told.watched_digest:
+        raise Conflict(
+            f"commit {told.sha} is known with another content of the watched paths: a sha has one tree",
+            errors=[FieldError(f"{field}.watched_digest", "differs from the stored one")],
+        )
     parents = known.parents or told.parents
-    watched = told.watched_digest or known.watched_digest
+    watched = known.watched_digest or told.watched_digest
     if (parents, watched) != (known.parents, known.watched_digest):
         known.parents, known.watched_digest = parents, watched
         known.judge_generation += 1
@@ -206,7 +261,8 @@ def _learn(known: Commit, told: wire.Commit, *, field: str) -> None:
 
 
 def _move_head(session: Session, target_id: int, name: str, head: str) -> None:
-    if _commit_ids(session, target_id, [head]) == []:
+    known = select(Commit.id).where(Commit.target_id == target_id, Commit.sha == head, Commit.trusted)
+    if session.scalars(known).first() is None:
         raise NotFound(
             f"commit {head} of branch {name!r} is unknown: post it with its branch",
             errors=[FieldError("body.head", "is no known commit")],
@@ -285,6 +341,32 @@ def _environment_id(session: Session, environment: wire.Environment) -> int:
     return session.scalars(select(Environment.id).where(Environment.digest == digest)).one()
 
 
+def _require_declared(session: Session, target_id: int, measurements: Sequence[wire.Measurement]) -> None:
+    """Invalid unless a version of the target declares each kernel; the newest that does decides its role. Older ones
+    count because a result may have been measured under them.
+    """
+    roles: dict[str, str] = {}
+    for definition in _definitions(session, target_id):
+        roles |= _roles(definition)
+    for index, row in enumerate(measurements):
+        field = f"body.measurements[{index}]"
+        role = roles.get(row.kernel)
+        if role is None:
+            known = f"its kernels and controls are {', '.join(sorted(roles))}"
+            raise Invalid(
+                f"the target declares no kernel {row.kernel!r}: {known}",
+                errors=[FieldError(f"{field}.kernel", f"{row.kernel!r} is not declared by the target")],
+            )
+        if role != row.role:
+            raise Invalid(
+                f"the target declares {row.kernel!r} as a {role}, not as a {row.role}",
+                errors=[
+                    FieldError(f"{field}.kernel", f"{row.kernel!r} is declared as a {role}"),
+                    FieldError(f"{field}.role", f"is {row.role!r}, declared as {role!r}"),
+                ],
+            )
+
+
 def _series_key(row: wire.Measurement) -> tuple[str, str]:
     return row.kernel, row.case.id
 
@@ -298,12 +380,7 @@ def _series_ids(
     if missing:
         _insert_all_new(session, Series, [_series_row(target_id, row) for row in missing])
         known = _known_series(session, target_id, measurements)
-    for index, row in enumerate(measurements):
-        role = known[_series_key(row)][1]
-        if role != row.role:
-            field = FieldError(f"body.measurements[{index}].role", f"is {row.role!r}, known as {role!r}")
-            raise Invalid(f"kernel {row.kernel!r} on case {row.case.id!r} is known as a {role}", errors=[field])
-    return {key: series_id for key, (series_id, _) in known.items()}
+    return known
 
 
 def _series_row(target_id: int, row: wire.Measurement) -> dict[str, Any]:
@@ -318,14 +395,14 @@ def _series_row(target_id: int, row: wire.Measurement) -> dict[str, Any]:
 
 def _known_series(
     session: Session, target_id: int, measurements: Sequence[wire.Measurement]
-) -> dict[tuple[str, str], tuple[int, str]]:
+) -> dict[tuple[str, str], int]:
     kernels = sorted({row.kernel for row in measurements})
     rows = session.execute(
-        select(Series.kernel, Series.case_id, Series.id, Series.role).where(
+        select(Series.kernel, Series.case_id, Series.id).where(
             Series.target_id == target_id, Series.kernel.in_(kernels)
         )
     )
-    return {(kernel, case_id): (series_id, role) for kernel, case_id, series_id, role in rows}
+    return {(kernel, case_id): series_id for kernel, case_id, series_id in rows}
 
 
 def _measurement_row(run_id: int, series_id: int, row: wire.Measurement) -> dict[str, Any]:
@@ -355,17 +432,22 @@ def _stored_run(session: Session, attempt: str, body_digest: str) -> Ingested | 
 
 
 def _require_job_of(session: Session, result: wire.Result, target_id: int) -> None:
-    """The result names the job whose attempt it is, and is about that job's commit."""
+    """The result names the job whose attempt it is, and is what that job asked for."""
     leased_for = session.scalars(select(JobAttempt.job_id).where(JobAttempt.attempt == str(result.attempt))).first()
     if result.job is None and leased_for is None:
         return
     if leased_for != result.job:
         raise Forbidden(f"attempt {result.attempt} is no attempt of job {result.job}")
     wanted = session.execute(
-        select(Commit.target_id, Commit.sha).join(Job, Job.commit_id == Commit.id).where(Job.id == result.job)
+        select(Commit.target_id, Commit.sha, Job.suite, Job.device_class)
+        .join(Job, Job.commit_id == Commit.id)
+        .where(Job.id == result.job)
     ).one()
     if (wanted.target_id, wanted.sha) != (target_id, result.commit.sha):
         raise Forbidden(f"job {result.job} is about commit {wanted.sha}, not {result.commit.sha} of {result.target!r}")
+    told = (result.suite, result.environment.device_class)
+    if (wanted.suite, wanted.device_class) != told:
+        raise Forbidden(f"job {result.job} is about suite {wanted.suite!r} on {wanted.device_class}, not {told}")
 
 
 def _close_job(session: Session, result: wire.Result) -> None:
@@ -376,7 +458,9 @@ def _close_job(session: Session, result: wire.Result) -> None:
     session.execute(
         update(Job)
         .where(Job.id == result.job, ~held_by_another)
-        .values(state="done", open_key=None, lease_expires_at=None, failure=None, finished_at=datetime.now(UTC)),
+        .values(
+            state="done", open_key=None, lease_expires_at=None, failure=None, progress="", finished_at=datetime.now(UTC)
+        ),
         execution_options={"synchronize_session": False},
     )
 
@@ -385,10 +469,32 @@ def _close_job(session: Session, result: wire.Result) -> None:
 
 
 def _target_id(session: Session, name: str) -> int:
-    target_id = session.scalars(select(Target.id).where(Target.name == name)).first()
+    """The target's row, which gets no new version before this transaction ends."""
+    target_id = session.scalars(
+        select(Target.id).where(Target.name == name).with_for_update(read=True, key_share=True)
+    ).first()
     if target_id is None:
         raise NotFound(f"target {name!r} is unknown: register its target file first")
     return target_id
+
+
+def _definitions(session: Session, target_id: int) -> Sequence[Mapping[str, Any]]:
+    """The definitions of all versions of a target, the newest last."""
+    return session.scalars(
+        select(TargetVersion.definition).where(TargetVersion.target_id == target_id).order_by(TargetVersion.number)
+    ).all()
+
+
+def _roles(definition: Mapping[str, Any]) -> dict[str, str]:
+    """The role of each kernel that a definition declares, controls included."""
+    kernels = definition["kernels"]
+    return {kernel["control"]: "control" for kernel in kernels if kernel["control"]} | {
+        kernel["name"]: "kernel" for kernel in kernels
+    }
+
+
+def _paths_digest(definition: Mapping[str, Any]) -> str:
+    return wire.paths_digest(definition["paths"])
 
 
 def _table(model: type[Any]) -> Table:

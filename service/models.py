@@ -100,6 +100,9 @@ class Branch(Base):
 class Commit(Base):
     """A commit of a target's repository. `parents` are shas, which may be unknown here yet.
 
+    Until a `trusted` post has told of it, what is known comes from quarantined results and is replaced by the first
+    trusted word. `watched_digest` covers the paths of the target's newest version.
+
     `judge_generation` counts what happened to the commit (a result, a new parent); the judge has caught up when
     `judged_generation` equals it. A crash between the two leaves work that any process can see.
     """
@@ -118,6 +121,7 @@ class Commit(Base):
     subject: Mapped[str]
     committed_at: Mapped[datetime]
     watched_digest: Mapped[str | None] = mapped_column(String(64))
+    trusted: Mapped[bool]
     judge_generation: Mapped[int] = mapped_column(default=0)
     judged_generation: Mapped[int] = mapped_column(default=0)
 
@@ -137,7 +141,8 @@ class Environment(Base):
 
 
 class Series(Base):
-    """A kernel on a case of a target: the line that its measurements form over commits."""
+    """A kernel on a case of a target: the line that its measurements form over commits. `role` is what the newest of
+    the target's versions that declares the kernel says."""
 
     __tablename__ = "series"
     __table_args__ = (

@@ -8,6 +8,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -52,7 +53,7 @@ def compare_results(baseline: Result, candidate: Result) -> queries.VerdictView:
         raise ValueError(f"both files hold the same attempt, {baseline.attempt}: name two different results")
     first = _placed(baseline, sha=_sha_of(baseline, other=candidate), parents=[])
     second = _placed(candidate, sha=candidate.commit.sha, parents=[first.commit.sha])
-    return judge_history(_target_of(candidate), [first.commit, second.commit], [first, second])[-1]
+    return judge_history(_target_of(candidate, baseline), [first.commit, second.commit], [first, second])[-1]
 
 
 def _sha_of(baseline: Result, *, other: Result) -> str:
@@ -68,14 +69,19 @@ def _placed(result: Result, *, sha: str, parents: list[str]) -> Result:
     return result.model_copy(update={"commit": commit, "job": None})
 
 
-def _target_of(result: Result) -> Target:
-    """What a verdict on the result's kernels needs; how to call them does not matter any more."""
-    names = sorted({measurement.kernel for measurement in result.measurements if measurement.role == "kernel"})
+def _target_of(result: Result, *others: Result) -> Target:
+    """What a verdict on the results' kernels needs; how to call them does not matter any more."""
+    rows = [row for measured in (result, *others) for row in measured.measurements]
+    names, controls = (sorted({row.kernel for row in rows if row.role == role}) for role in ("kernel", "control"))
     kernels = [
         TargetKernel(
-            name=name, entry="measured:already", arguments={"logits": "x", "targets": "y"}, returns=["log_prob"]
+            name=name or f"unmeasured-{number}",  # a kernel has one control, and nothing more is asked of it here
+            entry="measured:already",
+            arguments={"logits": "x", "targets": "y"},
+            returns=["log_prob"],
+            control=control,
         )
-        for name in names
+        for number, (name, control) in enumerate(zip_longest(names, controls))
     ]
     return Target(name=result.target, repository="measured-already", paths=["."], suite=result.suite, kernels=kernels)
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 from uuid import UUID
@@ -92,6 +93,11 @@ class _Wire(BaseModel):
 
 def _canonical_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def paths_digest(paths: Sequence[str]) -> str:
+    """SHA-256 of a target's list of watched paths, whatever its order."""
+    return _canonical_digest(sorted(set(paths)))
 
 
 class Case(_Wire):
@@ -211,7 +217,10 @@ class Environment(_Wire):
 
 
 class Commit(_Wire):
-    """A commit and its place in the graph. `watched_digest` is the hash of the target's watched paths in its tree."""
+    """A commit and its place in the graph. `watched_digest` is the hash of the target's watched paths in its tree,
+    `watched_paths` the `paths_digest` of the paths that it covers: those of the target's newest version if it is left
+    out.
+    """
 
     sha: Sha
     parents: list[Sha] = Field(max_length=64)
@@ -219,6 +228,7 @@ class Commit(_Wire):
     subject: Line = ""
     committed_at: Moment
     watched_digest: Digest | None = None
+    watched_paths: Digest | None = None
 
     @model_validator(mode="after")
     def _parents_are_others(self) -> Self:

@@ -59,6 +59,7 @@ def upgrade() -> None:
         sa.Column("subject", sa.Text(), nullable=False),
         sa.Column("committed_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("watched_digest", sa.String(length=64), nullable=True),
+        sa.Column("trusted", sa.Boolean(), nullable=False),
         sa.Column("judge_generation", sa.Integer(), nullable=False),
         sa.Column("judged_generation", sa.Integer(), nullable=False),
         sa.CheckConstraint("length(sha) = 40", name=op.f("ck_commits_sha_is_full")),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import func, select
 
+from service import wire
 from service.db import SessionFactory
 from service.errors import Conflict, Forbidden, Invalid, NotFound
 from service.ingest import ingest, register_commits, register_target
@@ -105,7 +106,7 @@ def test_the_same_attempt_twice_at_once_is_stored_once(
 def test_posts_at_once_share_commit_environment_and_series(
     session_factory: SessionFactory, payloads: SimpleNamespace
 ) -> None:
-    cases = [payloads.measurement(kernel=f"k{number}") for number in range(20)]
+    cases = [payloads.measurement(case=wire.Case(tokens=number, vocabulary=8)) for number in range(20)]
     results = [payloads.result(payloads.commit("a"), cases[:: 1 if number % 2 else -1]) for number in range(4)]
 
     def post(number: int) -> Callable[[], object]:
@@ -147,13 +148,150 @@ def test_an_attempt_that_no_job_knows_is_forbidden(session_factory: SessionFacto
     assert _count(session_factory, Run) == 0
 
 
-def test_a_kernel_does_not_turn_into_a_control(session_factory: SessionFactory, payloads: SimpleNamespace) -> None:
-    with session_factory.begin() as session:
-        ingest(session, payloads.result(payloads.commit("a")), body_digest="1" * 64, posted_by="test")
-    rows = [payloads.measurement(role="control")]
+@pytest.mark.parametrize(
+    ("kernel", "role", "fields"),
+    [
+        ("stranger", "kernel", ["kernel"]),
+        ("stranger", "control", ["kernel"]),
+        ("fused", "control", ["kernel", "role"]),
+        ("legacy", "kernel", ["kernel", "role"]),
+    ],
+)
+def test_a_kernel_that_the_target_declares_otherwise_is_refused_and_nothing_stored(
+    kernel: str, role: str, fields: list[str], session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    rows = [
+        payloads.measurement(),
+        payloads.measurement(kernel=kernel, role=role, case=wire.Case(tokens=1, vocabulary=2)),
+    ]
     with pytest.raises(Invalid) as caught, session_factory.begin() as session:
         ingest(session, payloads.result(payloads.commit("b"), rows), body_digest="2" * 64, posted_by="test")
-    assert caught.value.errors[0].field == "body.measurements[0].role"
+    assert [error.field for error in caught.value.errors] == [f"body.measurements[1].{field}" for field in fields]
+    assert [_count(session_factory, model) for model in (Commit, Series, Run)] == [0, 0, 0]
+
+
+def test_the_newest_version_that_declares_a_kernel_decides_its_role(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    def post(name: str, kernel: str, role: str) -> None:
+        rows = [payloads.measurement(kernel=kernel, role=role)]
+        with session_factory.begin() as session:
+            result = payloads.result(payloads.commit(name), rows)
+            ingest(session, result, body_digest=name * 64, posted_by="test")
+
+    post("a", "legacy", "control")
+    (declared,) = payloads.target().model_dump()["kernels"]
+    with session_factory.begin() as session:
+        kernels = [declared | {"name": "legacy", "control": None}]
+        register_target(session, payloads.target(kernels=kernels), registered_by="test")
+    post("b", "legacy", "kernel")
+    post("c", "fused", "kernel")  # measured under the version before
+    with session_factory() as session:
+        roles = {row.kernel: row.role for row in session.execute(select(Series.kernel, Series.role))}
+        assert roles == {"legacy": "kernel", "fused": "kernel"}
+    with pytest.raises(Invalid, match="declares 'legacy' as a kernel"):
+        post("d", "legacy", "control")
+
+
+def test_a_trusted_word_replaces_what_only_an_untrusted_one_said(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    lie = payloads.commit("b", ["evil"], watched="false", minute=9).model_copy(update={"author": "E", "subject": "e"})
+    with session_factory.begin() as session:
+        ingest(session, payloads.result(lie), body_digest="1" * 64, posted_by="fork", quarantined=True)
+    told = payloads.commit("b", ["a"], watched="true")
+    generation = _generation(session_factory, told.sha)
+    with session_factory.begin() as session:
+        ingest(session, payloads.result(told), body_digest="2" * 64, posted_by="ci")
+    with session_factory() as session:
+        commit = session.scalars(select(Commit)).one()
+        known = (commit.parents, commit.watched_digest, commit.author, commit.subject, commit.committed_at)
+        assert known == (told.parents, told.watched_digest, told.author, told.subject, told.committed_at)
+    assert _generation(session_factory, told.sha) > generation + 1
+    with session_factory.begin() as session:
+        ingest(session, payloads.result(lie), body_digest="3" * 64, posted_by="fork", quarantined=True)
+    with session_factory() as session:
+        assert session.scalars(select(Commit.parents)).one() == told.parents
+    with pytest.raises(Conflict), session_factory.begin() as session:
+        register_commits(session, "demo", [payloads.commit("b", ["c"], watched="true")])
+
+
+def test_a_branch_does_not_move_to_a_commit_that_only_an_untrusted_result_tells_of(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    told = payloads.commit("b", ["evil"])
+    with session_factory.begin() as session:
+        ingest(session, payloads.result(told), body_digest="1" * 64, posted_by="fork", quarantined=True)
+    with pytest.raises(NotFound, match="post it with its branch"), session_factory.begin() as session:
+        register_commits(session, "demo", [], branch="main", head=told.sha)
+    with session_factory.begin() as session:
+        register_commits(session, "demo", [payloads.commit("b")], branch="main", head=told.sha)
+
+
+@pytest.mark.parametrize("order", [("x", "y"), ("y", "x")])
+def test_contradicting_words_on_the_watched_content_are_a_conflict_in_either_order(
+    order: tuple[str, str], session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    first, second = (payloads.commit("b", watched=content) for content in order)
+    with session_factory.begin() as session:
+        register_commits(session, "demo", [first])
+    for _ in range(2):
+        with pytest.raises(Conflict) as caught, session_factory.begin() as session:
+            ingest(session, payloads.result(second), body_digest="1" * 64, posted_by="test")
+        assert caught.value.errors[0].field == "body.commit.watched_digest"
+        with pytest.raises(Conflict) as caught, session_factory.begin() as session:
+            register_commits(session, "demo", [payloads.commit("a"), second])
+        assert caught.value.errors[0].field == "body.commits[1].watched_digest"
+    with session_factory() as session:
+        assert session.scalars(select(Commit.watched_digest)).all() == [first.watched_digest]
+
+
+def test_contradicting_words_at_once_leave_one_of_them_in_conflict(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    with session_factory.begin() as session:
+        register_commits(session, "demo", [payloads.commit("b").model_copy(update={"watched_digest": None})])
+
+    def post(content: str) -> Callable[[], object]:
+        def call() -> object:
+            with session_factory.begin() as session:
+                return register_commits(session, "demo", [payloads.commit("b", watched=content)])
+
+        return call
+
+    outcomes = _at_once(*[post(content) for content in "uvwxyz"])
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Conflict"] * 5 + ["NoneType"]
+
+
+def test_digests_of_other_paths_are_neither_kept_nor_compared(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    def told(name: str, content: str, paths: list[str]) -> wire.Commit:
+        commit: wire.Commit = payloads.commit(name, watched=content)
+        return commit.model_copy(update={"watched_paths": wire.paths_digest(paths)})
+
+    def digests() -> dict[str, str | None]:
+        with session_factory() as session:
+            rows = session.execute(select(Commit.sha, Commit.watched_digest))
+            return {row.sha: row.watched_digest for row in rows}
+
+    before, after = ["lossfn.py"], ["lossfn.py", "other.py"]
+    first, unknown = told("a", "one", before), payloads.commit("b", watched="one")
+    with session_factory.begin() as session:
+        register_commits(session, "demo", [first, unknown])
+    assert digests() == {first.sha: first.watched_digest, unknown.sha: unknown.watched_digest}
+    with session_factory.begin() as session:
+        register_target(session, payloads.target(paths=after), registered_by="test")
+    assert digests() == {first.sha: None, unknown.sha: None}
+    again, late = told("a", "two", after), told("c", "one", before)
+    with session_factory.begin() as session:
+        register_commits(session, "demo", [again, late, told("b", "one", before)])
+    with session_factory.begin() as session:
+        register_commits(session, "demo", [first])
+    assert digests() == {first.sha: again.watched_digest, unknown.sha: None, late.sha: None}
+    with session_factory.begin() as session:
+        register_target(session, payloads.target(paths=after, suite="quick"), registered_by="test")
+    assert digests()[first.sha] == again.watched_digest
 
 
 def test_parents_are_filled_in_and_never_replaced(session_factory: SessionFactory, payloads: SimpleNamespace) -> None:

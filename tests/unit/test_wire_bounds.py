@@ -24,6 +24,7 @@ COMMIT = {
     "subject": "one",
     "committed_at": "2026-01-01T00:00:00Z",
     "watched_digest": "c" * 64,
+    "watched_paths": "e" * 64,
 }
 ATTEMPT = "6f1f7a52-8f4c-4a52-9f07-3f3c6a1f8a11"
 TARGET = {
