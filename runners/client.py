@@ -82,9 +82,9 @@ class Client:
         body = Renewal(attempt=attempt, progress=progress[:200])
         self._request("POST", f"/jobs/{job}/renew", content=body.model_dump_json())
 
-    def fail(self, job: int, attempt: UUID, *, transient: bool, reason: str) -> None:
-        """Give a job up: back to the queue if transient, for good if not."""
-        body = Failure(attempt=attempt, transient=transient, reason=reason[:4000])
+    def fail(self, job: int, attempt: UUID, *, transient: bool, reason: str, given_back: bool = False) -> None:
+        """Give a job up: back to the queue if transient, for good if not; `given_back` as if it had not been tried."""
+        body = Failure(attempt=attempt, transient=transient, reason=reason[:4000], given_back=given_back)
         self._request("POST", f"/jobs/{job}/fail", content=body.model_dump_json())
 
     def post_result(self, body: bytes) -> None:

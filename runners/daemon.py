@@ -170,7 +170,7 @@ def do_job(daemon: Daemon, job: LeasedJob) -> None:
     except LeaseLostError as error:
         log.warning("%s", error)
     except GivenBack:
-        _fail(daemon, job, transient=True, reason="the runner was stopped and gives the job back")
+        _fail(daemon, job, transient=True, reason="the runner was stopped and gives the job back", given_back=True)
     except UnreachableError as error:
         _fail(daemon, job, transient=True, reason=str(error))
     except (CheckoutError, PlanError) as error:
@@ -198,9 +198,9 @@ def _measure(daemon: Daemon, job: LeasedJob, heartbeat: Heartbeat) -> Result:
     )
 
 
-def _fail(daemon: Daemon, job: LeasedJob, *, transient: bool, reason: str) -> None:
+def _fail(daemon: Daemon, job: LeasedJob, *, transient: bool, reason: str, given_back: bool = False) -> None:
     log.warning("job %d given up: %s", job.id, reason)
     try:
-        daemon.client.fail(job.id, job.attempt, transient=transient, reason=reason)
+        daemon.client.fail(job.id, job.attempt, transient=transient, reason=reason, given_back=given_back)
     except ClientError as error:
         log.warning("job %d: not reported, its lease will run out: %s", job.id, error)

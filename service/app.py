@@ -21,6 +21,7 @@ from service.api.access import Storage
 from service.api.bodies import JsonBody
 from service.api.limits import BodyLimit, SecurityHeaders
 from service.db import SessionFactory, open_engine, reading_session_factory, require_current_schema, session_factory
+from service.job_queue import expire_due
 from service.judge import judge_pending
 from service.settings import Settings
 
@@ -44,7 +45,11 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.judge_wanted = asyncio.Event()
         try:
             await run_in_threadpool(require_current_schema, engine)
-            async with _judging(storage.write, app.state.judge_wanted, settings.judge_interval_seconds):
+            interval_seconds = settings.judge_interval_seconds
+            async with (
+                _expiring(storage.write, interval_seconds),
+                _judging(storage.write, app.state.judge_wanted, interval_seconds),
+            ):
                 yield
         finally:
             engine.dispose()
@@ -130,6 +135,32 @@ async def _judging(factory: SessionFactory, wanted: asyncio.Event, interval_seco
         stopping.set()
         wanted.set()
         await task
+
+
+@asynccontextmanager
+async def _expiring(factory: SessionFactory, interval_seconds: float) -> AsyncIterator[None]:
+    """Give jobs up in the background when their lease runs out, so that what anyone reads of them is true."""
+    stopping = asyncio.Event()
+
+    async def expire_until_stopped() -> None:
+        while not stopping.is_set():
+            await run_in_threadpool(_expire, factory)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), interval_seconds)
+
+    task = asyncio.create_task(expire_until_stopped())
+    try:
+        yield
+    finally:
+        stopping.set()
+        await task
+
+
+def _expire(factory: SessionFactory) -> None:
+    try:
+        expire_due(factory)
+    except Exception:  # noqa: BLE001 (whatever it is: the next look may succeed)
+        _log.exception("leases that ran out could not be given up; it tries again")
 
 
 def _judge(factory: SessionFactory) -> int:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import case, literal, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, func, literal, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from service.db import SessionFactory
 from service.errors import Conflict, Forbidden, LeaseLost, NotFound
 from service.models import Commit, Job, JobAttempt, Run, Runner, Target, TargetVersion, Token
 
+LEASES_MAX = 20  # of one job, whatever ended them: it may be what takes its runner down
 _UNSYNCHRONISED = {"synchronize_session": False}
 _LEASE_RAN_OUT = "the lease ran out: the runner stopped renewing it"
 _RUNNER_RESTARTED = "the runner started again while it held the job"
@@ -175,12 +177,35 @@ def fail(session: Session, job_id: int, attempt: str, *, transient: bool, reason
     _change_held(session, job_id, attempt, _given_up(now, reason) if transient else _failed(now, reason))
 
 
+def give_back(session: Session, job_id: int, attempt: str, *, reason: str) -> None:
+    """Return a job to the queue as if it had not been tried: its runner stops, which says nothing about the job.
+    LeaseLost if the attempt no longer holds the job.
+    """
+    _change_held(session, job_id, attempt, _given_back(datetime.now(UTC), reason))
+
+
 def expire(session: Session, now: datetime) -> None:
     """Give up the jobs whose lease ran out."""
     session.execute(
-        update(Job).where(Job.state == "leased", Job.lease_expires_at < now).values(_given_up(now, _LEASE_RAN_OUT)),
-        execution_options=_UNSYNCHRONISED,
+        update(Job).where(_ran_out(now)).values(_given_up(now, _LEASE_RAN_OUT)), execution_options=_UNSYNCHRONISED
     )
+
+
+def expire_due(factory: SessionFactory) -> None:
+    """Give up the jobs whose lease ran out, in transactions of its own; it writes only where there is something to
+    write.
+    """
+    now = datetime.now(UTC)
+    with factory() as session:
+        session.connection(execution_options={"reading": True})
+        is_due = session.scalars(select(Job.id).where(_ran_out(now)).limit(1)).first() is not None
+    if is_due:
+        with factory.begin() as session:
+            expire(session, now)
+
+
+def _ran_out(now: datetime) -> ColumnElement[bool]:
+    return and_(Job.state == "leased", Job.lease_expires_at < now)
 
 
 def has_given_up(session: Session, *, target: str, commit: str) -> bool:
@@ -199,7 +224,8 @@ def has_given_up(session: Session, *, target: str, commit: str) -> bool:
 def register_runner(
     session: Session, *, name: str, device_class: str, capabilities: Mapping[str, Any], token_id: int
 ) -> None:
-    """Make a runner known, with the token it came with; jobs it held in an earlier life go back to the queue.
+    """Make a runner known, with the token it came with; jobs it held in an earlier life go back to the queue, as if
+    they had not been tried.
 
     Conflict if another token, still good, has the name.
     """
@@ -220,7 +246,7 @@ def register_runner(
     if stored is None:
         raise Conflict(f"runner {name!r} belongs to another token: choose another name, or revoke that token")
     session.execute(
-        update(Job).where(Job.state == "leased", Job.leased_by == name).values(_given_up(now, _RUNNER_RESTARTED)),
+        update(Job).where(Job.state == "leased", Job.leased_by == name).values(_given_back(now, _RUNNER_RESTARTED)),
         execution_options=_UNSYNCHRONISED,
     )
 
@@ -265,16 +291,28 @@ def _change_held(session: Session, job_id: int, attempt: str, values: Mapping[st
 
 
 def _failed(now: datetime, reason: str) -> dict[str, Any]:
-    return {"state": "failed", "open_key": None, "lease_expires_at": None, "finished_at": now, "failure": reason}
+    ended = {"state": "failed", "open_key": None, "lease_expires_at": None, "progress": ""}
+    return ended | {"finished_at": now, "failure": reason}
 
 
 def _given_up(now: datetime, reason: str) -> dict[str, Any]:
     """Back to the queue, or failed if that was the last allowed attempt."""
-    is_last = Job.attempts_used >= Job.attempts_allowed
+    return _requeued(now, reason, is_last=Job.attempts_used >= Job.attempts_allowed)
+
+
+def _given_back(now: datetime, reason: str) -> dict[str, Any]:
+    """Back to the queue without a failed attempt, unless the job was leased too often."""
+    leases = select(func.count()).where(JobAttempt.job_id == Job.id).correlate(Job).scalar_subquery()
+    values = _requeued(now, reason, is_last=leases >= LEASES_MAX)
+    return values | {"attempts_used": Job.attempts_used - 1}
+
+
+def _requeued(now: datetime, reason: str, *, is_last: ColumnElement[bool]) -> dict[str, Any]:
     return {
         "state": case((is_last, "failed"), else_="queued"),
         "open_key": case((is_last, None), else_=Job.open_key),
         "finished_at": case((is_last, literal(now, Job.finished_at.type)), else_=None),
         "lease_expires_at": None,
+        "progress": "",
         "failure": reason,
     }

@@ -23,7 +23,10 @@ class Settings(BaseSettings):
     lease_seconds: float = Field(default=60.0, gt=0, description="How long a claim holds without a renewal, seconds.")
     attempts_allowed: int = Field(default=3, ge=1, description="How often a job is tried before it counts as failed.")
     judge_interval_seconds: float = Field(
-        default=1.0, gt=0, description="Longest pause of the judge, seconds; a posted result wakes it at once."
+        default=1.0,
+        gt=0,
+        description="Longest pause of the judge, and between looks for leases that ran out, seconds; a posted result "
+        "wakes the judge at once.",
     )
     verdict_wait_seconds_max: float = Field(
         default=300.0, ge=0, description="Longest wait of one request for a verdict, seconds."

@@ -473,12 +473,13 @@ class Renewal(_Wire):
 
 class Failure(_Wire):
     """Give a job up: a transient failure returns it to the queue until its attempts are used up, a permanent one ends
-    it.
+    it. `given_back` says that the runner stops: the job returns to the queue and the attempt does not count.
     """
 
     attempt: UUID
     transient: bool
     reason: Text
+    given_back: bool = False
 
 
 class Finish(_Wire):

@@ -104,7 +104,10 @@ def fail_job(job_id: PathId, failure: FailureBody, storage: Store, who: RunnerCa
     """Give a job up: back to the queue if the failure is transient. 410 if the attempt no longer holds the job."""
     with storage.write.begin() as session:
         _require_own(session, who, job_id, failure.attempt)
-        job_queue.fail(session, job_id, str(failure.attempt), transient=failure.transient, reason=failure.reason)
+        if failure.given_back:
+            job_queue.give_back(session, job_id, str(failure.attempt), reason=failure.reason)
+        else:
+            job_queue.fail(session, job_id, str(failure.attempt), transient=failure.transient, reason=failure.reason)
 
 
 @router.post("/runners", status_code=204)

@@ -5,6 +5,7 @@ import http.client
 import json
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -511,6 +512,43 @@ def test_a_job_goes_through_the_hands_of_its_runner(
     assert post(f"/jobs/{job['id']}/finish", finish, "runner").status_code == 204
     assert get("/jobs").json()["items"][0]["state"] == "done"
     assert post(f"/jobs/{job['id']}/renew", beat, "runner").status_code == 410
+
+
+def test_a_job_of_a_runner_that_died_is_shown_as_queued_before_anyone_claims(
+    settings: Settings,
+    running_service: RunningService,
+    headers: Headers,
+    payloads: SimpleNamespace,
+) -> None:
+    with running_service(settings.model_copy(update={"lease_seconds": 0.2})) as client:
+
+        def post(path: str, body: Any, scope: str) -> Any:
+            return client.post(API + path, content=json.dumps(body), headers=headers[scope] | JSON)
+
+        post("/runners", {"name": "host", "device_class": "cpu"}, "runner")
+        post("/jobs", {"target": "demo", "commit": payloads.sha("a")}, "ci")
+        job = post("/jobs/claim", {"runner": "host", "device_class": "cpu"}, "runner").json()
+        post(f"/jobs/{job['id']}/renew", {"attempt": job["attempt"], "progress": "case 1 of 9"}, "runner")
+        for _ in range(100):
+            (row,) = client.get(f"{API}/jobs", headers=headers["read"]).json()["items"]
+            if row["state"] != "leased":
+                break
+            time.sleep(0.05)
+        assert (row["state"], row["progress"], "lease ran out" in row["failure"]) == ("queued", "", True)
+        (runner,) = client.get(f"{API}/runners", headers=headers["read"]).json()["items"]
+        assert runner["working_on"] is None
+
+
+def test_a_job_that_is_given_back_was_not_tried(
+    post: Callable[..., Response], get: Callable[..., Response], payloads: SimpleNamespace
+) -> None:
+    post("/runners", {"name": "host", "device_class": "cpu"}, "runner")
+    post("/jobs", {"target": "demo", "commit": payloads.sha("a")})
+    job = post("/jobs/claim", {"runner": "host", "device_class": "cpu"}, "runner").json()
+    failure = {"attempt": job["attempt"], "transient": True, "reason": "stopped", "given_back": True}
+    assert post(f"/jobs/{job['id']}/fail", failure, "runner").status_code == 204
+    (row,) = get("/jobs").json()["items"]
+    assert (row["state"], row["attempts_used"]) == ("queued", 0)
 
 
 def test_a_failed_job_ends_the_wait_for_its_verdict(

@@ -52,8 +52,8 @@ def queue(session_factory: SessionFactory, payloads: SimpleNamespace) -> SimpleN
         with session_factory() as session:
             return session.scalars(select(Job).where(Job.id == job_id)).one()
 
-    def post(claimed: Claimed, name: str) -> None:
-        result = payloads.result(payloads.commit(name), attempt=claimed.attempt, job=claimed.id)
+    def post(claimed: Claimed, name: str, **fields: object) -> None:
+        result = payloads.result(payloads.commit(name), attempt=claimed.attempt, job=claimed.id, **fields)
         with session_factory.begin() as session:
             ingest(session, result, body_digest="1" * 64, posted_by="host")
 
@@ -223,6 +223,19 @@ def test_a_result_for_another_commit_or_job_is_forbidden(
         assert session.scalars(select(Run)).all() == []
 
 
+def test_a_result_of_another_suite_or_device_is_forbidden_and_leaves_the_job_open(
+    queue: SimpleNamespace, payloads: SimpleNamespace, session_factory: SessionFactory
+) -> None:
+    queue.enqueue("a")
+    job = queue.claim()
+    for other in ({"suite": "quick"}, {"host": payloads.environment(device_class="cuda")}):
+        with pytest.raises(Forbidden, match="is about suite 'demo' on cpu"):
+            queue.post(job, "a", **other)
+    assert queue.job(job.id).state == "leased"
+    with session_factory() as session:
+        assert session.scalars(select(Run)).all() == []
+
+
 def test_a_runner_that_starts_again_gives_its_job_back(queue: SimpleNamespace, token_id: int) -> None:
     queue.enqueue("a")
     job = queue.claim()
@@ -231,6 +244,42 @@ def test_a_runner_that_starts_again_gives_its_job_back(queue: SimpleNamespace, t
     assert queue.job(job.id).state == "leased"
     queue.call("register_runner", name="host", **hello)
     assert queue.job(job.id).state == "queued"
+
+
+def test_a_restart_is_no_failed_attempt(queue: SimpleNamespace, token_id: int) -> None:
+    queue.enqueue("a", attempts_allowed=2)
+    hello = {"name": "host", "device_class": "cpu", "capabilities": {}, "token_id": token_id}
+    for _ in range(5):
+        job = queue.claim()
+        queue.call("register_runner", **hello)
+        assert (queue.job(job.id).state, queue.job(job.id).attempts_used) == ("queued", 0)
+    for expected in ("queued", "failed"):
+        job = queue.claim()
+        queue.call("fail", job.id, job.attempt, transient=True, reason="no network")
+        assert queue.job(job.id).state == expected
+
+
+def test_a_job_that_a_stopping_runner_gives_back_has_no_failed_attempt(queue: SimpleNamespace) -> None:
+    queue.enqueue("a", attempts_allowed=1)
+    job = queue.claim()
+    queue.call("give_back", job.id, job.attempt, reason="stopped")
+    assert (queue.job(job.id).state, queue.job(job.id).attempts_used) == ("queued", 0)
+    with pytest.raises(LeaseLost):
+        queue.call("give_back", job.id, job.attempt, reason="stopped")
+
+
+def test_a_job_that_takes_its_runner_down_each_time_is_given_up_in_the_end(
+    queue: SimpleNamespace, token_id: int
+) -> None:
+    queue.enqueue("a", attempts_allowed=1)
+    for _ in range(job_queue.LEASES_MAX):
+        job = queue.claim()
+        assert job is not None
+        hello = {"name": "host", "device_class": "cpu", "capabilities": {}, "token_id": token_id}
+        queue.call("register_runner", **hello)
+    failed = queue.job(job.id)
+    assert (failed.state, "started again" in failed.failure) == ("failed", True)
+    assert queue.claim() is None
 
 
 def test_a_runners_name_is_its_tokens_until_that_is_revoked_or_expired(
