@@ -440,7 +440,7 @@ def _service_settings(**given: Any) -> "Settings":
 def _limits(settings: "RunnerSettings") -> "Limits":
     from runners.process import Limits
 
-    return Limits(case_seconds=settings.case_seconds, threads=settings.threads)
+    return Limits.of(settings)
 
 
 def _client() -> "Client":

@@ -49,22 +49,20 @@ class SubjectPlan(BaseModel):
 class Plan(BaseModel):
     """Everything a measured process is told: the subject, the cases, the limits and where to answer.
 
-    `nonce` is hexadecimal, `descriptor` the inherited end of the channel, `parent` the job's process id. The cases are
-    split over `ranks` processes; the first one answers, starts the others, and is their parent.
+    `nonce` is hexadecimal, `descriptor` the inherited end of the channel. The cases are split over `ranks` processes;
+    the first one answers, and starts the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     nonce: str
     descriptor: int
-    parent: int
     subject: SubjectPlan
     cases: list[Case]
     rank: int = 0
     ranks: int = 1
     device: str = "cpu"
     threads: int = 1
-    memory_bytes: int | None = None
     file_bytes: int = 1 << 30
 
 

@@ -4,11 +4,9 @@ Started by runners.process and by nothing else. Here a stranger's code runs: eve
 and nothing of ours is imported after it. Holds no token and knows neither job, spool nor service.
 """
 
-import ctypes
 import fcntl
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,9 +30,11 @@ from runners.kernels.registry import kernel
 from runners.targets import needed_arguments
 from service.wire import Case, Measurement
 
-_PR_SET_PDEATHSIG = 1
 # How long ranks wait for each other: to start, in a kernel's collective, and in ours after the kernel's.
 _TO_START, _IN_THE_KERNEL, _AFTER_IT = (timedelta(seconds=seconds) for seconds in (60, 15, 90))
+_BOOT_RANK = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from runners.child import main; sys.path.remove(sys.argv[1]); main()"
+)
 _DESCRIPTOR_MIN = 200  # out of the way of code that closes or writes to low numbers
 
 Send = Callable[[Mapping[str, Any]], None]
@@ -43,7 +43,6 @@ Send = Callable[[Mapping[str, Any]], None]
 def main() -> None:
     """Measure the plan on stdin. Ends the process without running anything that a stranger has left for its end."""
     plan = Plan.model_validate_json(sys.stdin.buffer.read())
-    _die_with(plan.parent)
     _limit(plan)
     send = _take_channel(plan)
     if plan.rank == 0:
@@ -154,27 +153,17 @@ def _initialise_megatron(ranks: int) -> None:
 
 
 def _start_ranks(plan: Plan) -> None:
-    """Start the other ranks of the plan as this process was started. They end with it, whoever ends it."""
+    """Start the other ranks of the plan, kept as this process is: they end when it ends."""
     for rank in range(1, plan.ranks):
         with tempfile.TemporaryFile() as stdin:
-            stdin.write(plan.model_copy(update={"rank": rank, "parent": os.getpid()}).model_dump_json().encode())
+            stdin.write(plan.model_copy(update={"rank": rank}).model_dump_json().encode())
             stdin.seek(0)
-            subprocess.Popen(sys.orig_argv, stdin=stdin)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its job ends, however that ends. Linux only, like the descriptor."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+            subprocess.Popen([sys.executable, "-P", "-s", "-c", _BOOT_RANK, sys.argv[1]], stdin=stdin)
 
 
 def _limit(plan: Plan) -> None:
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, plan.file_bytes)
-    if plan.memory_bytes is not None:
-        _lower(resource.RLIMIT_AS, plan.memory_bytes)
 
 
 def _lower(kind: int, most: int) -> None:

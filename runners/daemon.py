@@ -17,6 +17,8 @@ from runners.checkout import CheckoutError, UnreachableError
 from runners.client import TOKEN_STATUS, Client, ClientError, RefusedError, ServiceUnreachableError
 from runners.heartbeat import Heartbeat, LeaseLostError
 from runners.job import Limits, PlanError, measure_commit
+from runners.keeper import hide
+from runners.process import isolation
 from runners.settings import RunnerSettings
 from runners.spool import Spool
 from service.wire import ClaimRequest, LeasedJob, Result, RunnerHello
@@ -86,6 +88,11 @@ def run(settings: RunnerSettings, *, once: bool = False) -> int:
     """Work until a signal, or with `once` until one job is done or there is none. Returns the exit code: 0, or 1 if
     the service refused this runner. Raises SpoolBusyError if another daemon works with the spool.
     """
+    hide()
+    if not (found := isolation()).works:
+        log.warning(
+            "measured processes are not isolated (%s): they run as this user and reach what it reaches", found.words
+        )
     stop = Stop()
     with (
         Spool(settings.spool) as spool,
@@ -192,7 +199,7 @@ def _measure(daemon: Daemon, job: LeasedJob, heartbeat: Heartbeat) -> Result:
         suite=job.suite,
         job_id=job.id,
         on_progress=heartbeat.report,
-        limits=Limits(case_seconds=settings.case_seconds, threads=settings.threads),
+        limits=Limits.of(settings),
         cache=settings.cache,
         device=settings.device,
     )

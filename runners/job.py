@@ -6,8 +6,9 @@ imports no torch, and knows neither service nor spool.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, ValidationError
 
+from runners import process
 from runners.channel import GarbageError, SubjectPlan, printable
 from runners.checkout import CheckoutError, Repository, checked_out, describe, is_ancestor, open_repository, resolve
 from runners.kernels.faults import Edit
@@ -30,6 +32,8 @@ __all__ = ["JobError", "Limits", "PlanError", "measure_commit", "measure_mutants
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Role = Literal["kernel", "control"]
+# Makes what one process is told about its kernel, with files that are its own while it runs: a process can spoil them.
+Subject = Callable[[], AbstractContextManager[SubjectPlan]]
 # What a measured process may say of itself; the other outcomes are for its job to find.
 _OWN_OUTCOMES = frozenset({"ok", "unmeasurable", "raised", "out_of_memory"})
 
@@ -70,9 +74,8 @@ def measure_commit(
     opened = open_repository(repository, cache=cache, wanted=sha)
     commit = describe(opened, resolve(opened, sha), target.paths)
     host = _Host(limits or Limits(), device, target.python.env, on_progress or (lambda _words: None))
-    with checked_out(opened, commit.sha) as files:
-        subjects = [assignment.subject(target, opened, commit.sha, files) for assignment in assignments]
-        environments, measured = zip(*_measure_side_by_side(assignments, subjects, host), strict=True)
+    subjects = [assignment.subject(target, opened, commit.sha) for assignment in assignments]
+    environments, measured = zip(*_measure_side_by_side(assignments, subjects, host), strict=True)
     measurements = [measurement for of_one_kernel in measured for measurement in of_one_kernel]
     if not measurements:
         raise PlanError(f"no case of suite {suite!r} can be asked of the kernels at {commit.sha}: choose another suite")
@@ -103,7 +106,8 @@ def measure_mutants(
     empty list measures it as it is. Raises JobError if no process could be started.
     """
     assignments = [Assignment(kernel, "kernel", None, list(cases)) for _ in mutants]
-    subjects = [SubjectPlan(built_in=kernel, edits=list(edits)) for edits in mutants]
+    plans = [SubjectPlan(built_in=kernel, edits=list(edits)) for edits in mutants]
+    subjects: list[Subject] = [lambda plan=plan: nullcontext(plan) for plan in plans]  # type: ignore[misc]
     host = _Host(limits or Limits(), "cpu", {}, on_progress or (lambda _words: None))
     return _measure_side_by_side(assignments, subjects, host)
 
@@ -126,19 +130,25 @@ class Assignment:
     kernel: TargetKernel | None
     cases: list[Case]
 
-    def subject(self, target: Target, repository: Repository, sha: str, files: Path) -> SubjectPlan:
-        """What the measured process is told about the kernel, read off the commit's files and place in history."""
+    def subject(self, target: Target, repository: Repository, sha: str) -> Subject:
+        """The kernel, read off the commit's files and place in history."""
         if self.kernel is None:
-            return SubjectPlan(built_in=self.name)
-        return SubjectPlan(
+            return lambda: nullcontext(SubjectPlan(built_in=self.name))
+        plan = SubjectPlan(
             kernel=self.kernel,
-            files=str(files),
-            path=[str(files / entry) for entry in target.python.path],
             omittable=[name for name, since in self.kernel.since.items() if not _has(repository, sha, since)],
             missing=missing_requirements(target.python.requires),
             process_group=target.python.process_group,
             megatron=target.python.megatron,
         )
+
+        @contextmanager
+        def with_files() -> Iterator[SubjectPlan]:
+            with checked_out(repository, sha) as files:
+                path = [str(files / entry) for entry in target.python.path]
+                yield plan.model_copy(update={"files": str(files), "path": path})
+
+        return with_files
 
     def checked(self, facts: Any, case: Case) -> Measurement:
         """A process's own measurement of `case`. GarbageError if it is not one, or of something else."""
@@ -220,7 +230,7 @@ class _Host:
 
 
 def _measure_side_by_side(
-    assignments: Sequence[Assignment], subjects: Sequence[SubjectPlan], host: _Host
+    assignments: Sequence[Assignment], subjects: Sequence[Subject], host: _Host
 ) -> list[tuple[Environment, list[Measurement]]]:
     """Every kernel in processes of its own, as many at once as the cores hold. What ends one badly ends all."""
     with ThreadPoolExecutor(host.limits.processes) as pool:
@@ -240,7 +250,7 @@ def _measure_side_by_side(
         return [one.result() for one in running]
 
 
-def _measure(assignment: Assignment, subject: SubjectPlan, host: _Host) -> tuple[Environment, list[Measurement]]:
+def _measure(assignment: Assignment, subject: Subject, host: _Host) -> tuple[Environment, list[Measurement]]:
     """One kernel on its cases, in as many processes as their ranks and deaths make necessary.
 
     A process that begins no case is the last one for its number of ranks, so that there are never more processes than
@@ -254,17 +264,18 @@ def _measure(assignment: Assignment, subject: SubjectPlan, host: _Host) -> tuple
         batch = [case for case in rest if case.tensor_parallel == ranks]
         others = [case for case in rest if case.tensor_parallel != ranks]
         hearing = Hearing(assignment, batch, host.on_progress)
-        ending = converse(
-            subject,
-            batch,
-            hearing,
-            limits=host.limits,
-            device=host.device,
-            environment=host.environment,
-            ranks=ranks,
-            stop_at=stop_at,
-            stop=host.stop,
-        )
+        with subject() as plan:
+            ending = converse(
+                plan,
+                batch,
+                hearing,
+                limits=host.limits,
+                device=host.device,
+                environment=host.environment,
+                ranks=ranks,
+                stop_at=stop_at,
+                stop=host.stop,
+            )
         if hearing.environment is None:
             raise JobError(f"the measured process of kernel {assignment.name!r} did not start: {ending.story}")
         measured += hearing.measurements
@@ -273,7 +284,12 @@ def _measure(assignment: Assignment, subject: SubjectPlan, host: _Host) -> tuple
         rest = left + others
         if not rest:
             place = {case.id: index for index, case in enumerate(assignment.cases)}
-            return hearing.environment, sorted(measured, key=lambda one: place[one.case.id])
+            return _with_isolation(hearing.environment), sorted(measured, key=lambda one: place[one.case.id])
+
+
+def _with_isolation(environment: Environment) -> Environment:
+    """With the fact whether this host's processes are isolated: good to know, and of no influence on a metric."""
+    return environment.model_copy(update={"volatile": {**environment.volatile, "isolation": process.isolation().words}})
 
 
 class Hearing:

@@ -1,9 +1,11 @@
 """Starts a measured process, listens to it, and ends it with everything it started. Knows no message's meaning.
 
 The process gets a scrubbed environment, a session and a temporary home of its own, no stdin, and a private descriptor
-to answer on; what it prints is kept only as a bounded tail.
+to answer on; what it prints is kept only as a bounded tail. Where the host allows it, it also gets namespaces of its
+own (runners.keeper): it sees no other process, has no network, and can write to its own directories only.
 """
 
+import json
 import os
 import secrets
 import selectors
@@ -16,21 +18,32 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol, Self
 
 from runners.channel import NONCE_BYTES, FrameReader, GarbageError, Plan, SubjectPlan, printable
+from runners.keeper import descendants, hide
+from runners.settings import RunnerSettings
 from service.wire import Case
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _TAIL_BYTES = 8192
 _READ_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
+_WEIGHING_SECONDS = 0.5
+_ENDING_SECONDS = 10.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # The directory that holds our packages is on the path for as long as they are imported: a target must not find what
 # lies beside them.
 _BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from runners.child import main; sys.path.remove(sys.argv[1]); main()"
+    "import json, sys; sys.path.insert(0, sys.argv[1]); from runners.keeper import keep;"
+    " keep(**json.loads(sys.argv.pop())); from runners.child import main; sys.path.remove(sys.argv[1]); main()"
+)
+_PROBE = (
+    "import json, sys; sys.path.insert(0, sys.argv[1]); from runners.keeper import keep;"
+    " keep(**json.loads(sys.argv.pop())); open('written', 'w').close()"
 )
 
 
@@ -40,10 +53,11 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a measured process may take: seconds, bytes, threads. `memory_bytes` None sets no limit of its own.
+    """What a measured process may take: seconds, bytes, threads, processes of its own.
 
     `start_seconds` is for its start and the import of a stranger's code, `case_seconds` for one case,
-    `kernel_seconds` for all cases of one kernel.
+    `kernel_seconds` for all cases of one kernel. `memory_bytes` bounds what it and all that it starts hold at once
+    (resident, looked at twice a second); None stands for nine tenths of what the host has.
     """
 
     start_seconds: float = 180.0
@@ -52,6 +66,17 @@ class Limits:
     memory_bytes: int | None = None
     file_bytes: int = 1 << 30
     threads: int = 1
+    started_max: int = 512
+
+    @classmethod
+    def of(cls, settings: RunnerSettings) -> Self:
+        """The limits that the settings name."""
+        return cls(case_seconds=settings.case_seconds, memory_bytes=settings.memory_bytes, threads=settings.threads)
+
+    @property
+    def memory_bound(self) -> int:
+        """The bytes that a process and all that it starts may hold."""
+        return self.memory_bytes if self.memory_bytes is not None else _host_memory_bytes() * 9 // 10
 
     @property
     def processes(self) -> int:
@@ -64,7 +89,7 @@ class Limits:
 class Ending:
     """How a measured process ended: the outcome of the case it was in, why, and the end of what it printed."""
 
-    outcome: Literal["done", "killed", "timeout", "exited", "garbage"]
+    outcome: Literal["done", "killed", "timeout", "exited", "garbage", "out_of_memory"]
     reason: str
     printed: bytes
 
@@ -73,6 +98,14 @@ class Ending:
         """The reason with what was printed, in at most 2000 characters."""
         printed = printable(self.printed.decode(errors="replace").strip(), 1500, keep_end=True)
         return printable(self.reason + (f"; it printed last:\n{printed}" if printed else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """Whether measured processes get namespaces of their own here, and in words, why not."""
+
+    works: bool
+    words: str
 
 
 class Listener(Protocol):
@@ -104,18 +137,17 @@ def converse(
     time.monotonic() at which it is ended whatever it does.
     Raises StoppedError once `stop` is set. Nothing it started is left running.
     """
+    hide()
     nonce = secrets.token_bytes(NONCE_BYTES)
     ours, theirs = os.pipe()
     plan = Plan(
         nonce=nonce.hex(),
         descriptor=theirs,
-        parent=os.getpid(),
         subject=subject,
         cases=cases,
         ranks=ranks,
         device=device,
         threads=limits.threads,
-        memory_bytes=limits.memory_bytes,
         file_bytes=limits.file_bytes,
     )
     with ExitStack() as stack:
@@ -125,7 +157,8 @@ def converse(
             process = _start(plan, home, _scrubbed(home, limits.threads, environment or {}))
         finally:
             os.close(theirs)
-        stack.callback(_end_leftovers, home)
+        if not isolation().works:
+            stack.callback(_end_leftovers, home)
         stack.callback(_end, process)
         assert process.stdout is not None
         stack.enter_context(process.stdout)
@@ -135,12 +168,32 @@ def converse(
 # --- Starting -------------------------------------------------------------------------------------------------------
 
 
+@cache
+def isolation() -> Isolation:
+    """Found out once, by starting a process in namespaces that does nothing else."""
+    with tempfile.TemporaryDirectory(prefix="ulpwatch-probe-") as home:
+        command = [sys.executable, "-P", "-s", "-c", _PROBE, _ROOT, _keeping([home], isolated=True)]
+        environment = _scrubbed(home, 1, {})
+        done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return Isolation(True, "namespaces")
+    last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    return Isolation(False, printable(f"none: {last}", 200))
+
+
+def _keeping(writable: list[str], *, isolated: bool) -> str:
+    """What runners.keeper.keep is told."""
+    return json.dumps({"parent": os.getpid(), "isolated": isolated, "writable": writable})
+
+
 def _start(plan: Plan, home: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    writable = [home, *([plan.subject.files] if plan.subject.files else [])]
+    keeping = _keeping(writable, isolated=isolation().works)
     with tempfile.TemporaryFile() as stdin:
         stdin.write(plan.model_dump_json().encode())
         stdin.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-P", "-s", "-c", _BOOT, _ROOT],
+            [sys.executable, "-P", "-s", "-c", _BOOT, _ROOT, keeping],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -190,7 +243,7 @@ def _listen(
         for stream in (channel, output):
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ)
-        heard_at = time.monotonic()
+        heard_at = weighed_at = time.monotonic()
         while True:
             limit = limits.case_seconds if listener.is_measuring else limits.start_seconds
             left = min(heard_at + limit, stop_at) - time.monotonic()
@@ -209,6 +262,10 @@ def _listen(
                 return Ending("garbage", str(error), printed)
             if death is not None:
                 return _ending_of(death, printed)
+            if time.monotonic() - weighed_at >= _WEIGHING_SECONDS:
+                weighed_at = time.monotonic()
+                if (excess := _excess(process.pid, limits)) is not None:
+                    return Ending(*excess, printed)
             if left <= 0:
                 return Ending("timeout", f"ended by the runner: nothing was heard for {limit:g} s", printed)
 
@@ -229,6 +286,40 @@ def _read(stream: IO[bytes], selector: selectors.BaseSelector) -> bytes:
     return data
 
 
+def _excess(keeper: int, limits: Limits) -> tuple[Literal["out_of_memory", "killed"], str] | None:
+    """Which bound the processes of a keeper are over, as an outcome and its reason; None if they keep them."""
+    running = descendants(keeper)
+    held = sum(map(_resident_bytes, running))
+    if held > limits.memory_bound:
+        return (
+            "out_of_memory",
+            f"ended by the runner: it held {held} bytes, more than the {limits.memory_bound} allowed",
+        )
+    if len(running) > limits.started_max:
+        return (
+            "killed",
+            f"ended by the runner: it ran {len(running)} processes, more than the {limits.started_max} allowed",
+        )
+    return None
+
+
+def _resident_bytes(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
+
+
+@cache
+def _host_memory_bytes() -> int:
+    """What this host, or the control group that it is seen from, has."""
+    found = [os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+    return min(found)
+
+
 def _death(process: subprocess.Popen[bytes]) -> os.waitid_result | None:
     """How the process died, None while it lives. It is left unreaped, so that its group id stays its own."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -245,14 +336,17 @@ def _ending_of(death: os.waitid_result, printed: bytes) -> Ending:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the whole process group, and reap the process."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """Have the keeper end all that it keeps, and reap it."""
+    process.terminate()
+    try:
+        process.wait(_ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _end_leftovers(home: str) -> None:
-    """Kill what left the group (by a session of its own) but still carries the temporary home in its environment."""
+    """Kill what still carries the temporary home in its environment: a keeper can be killed by what it keeps."""
     marker = f"HOME={home}\0".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):

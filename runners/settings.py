@@ -27,6 +27,11 @@ class RunnerSettings(BaseSettings):
     )
     request_seconds: float = Field(default=30.0, gt=0, description="How long one request may take.")
     case_seconds: float = Field(default=120.0, gt=0, description="How long one case may take before it is a timeout.")
+    memory_bytes: int | None = Field(
+        default=None,
+        ge=1 << 28,
+        description="What a measured process and all it starts may hold, bytes; default nine tenths of the host's.",
+    )
     threads: int = Field(default=1, ge=1, description="Threads of a measured process; part of the environment.")
 
     @property

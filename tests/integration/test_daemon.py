@@ -21,6 +21,7 @@ from pydantic import SecretStr
 from runners import daemon
 from runners.checkout import CheckoutError, UnreachableError
 from runners.client import Client, ServiceUnreachableError
+from runners.keeper import descendants
 from runners.settings import RunnerSettings
 from runners.spool import Spool, SpoolBusyError
 from runners.story.story import story_target, write_story
@@ -327,16 +328,43 @@ def test_a_runner_killed_in_the_middle_gets_its_job_again(world: World, measurin
         "daemon.measure_commit = lambda *_, **__: time.sleep(600)\n"
         "daemon.run(RunnerSettings())\n"
     )
-    settings = world.settings.model_dump(mode="json") | {"token": world.settings.token.get_secret_value()}
-    environment = os.environ | {f"ULPWATCH_{name.upper()}": str(value) for name, value in settings.items()}
     world.ask("a")
-    with subprocess.Popen([sys.executable, "-c", script], env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", script], env=environment_of(world.settings)) as process:
         wait_until(lambda: world.states() == ["leased"])
         process.kill()
     measuring(healthy(world, "a"))
     assert daemon.run(world.settings, once=True) == 0
     (job,) = world.jobs()
     assert (job["state"], job["attempts_used"], world.runs("a")) == ("done", 1, 1)
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_runner_killed_in_a_measured_case_leaves_no_process_and_loses_no_result(world: World, tmp_path: Path) -> None:
+    story = write_story(tmp_path / "story")
+    target = story_target(tmp_path / "story")
+    world.admin.register_target(target)
+    told = Commit.model_validate({"sha": story[0].sha, "parents": [], "committed_at": "2026-01-05T08:00:00Z"})
+    world.admin.post_commits(target.name, [told], head_of="main")
+    world.admin.enqueue(JobRequest(target=target.name, commit=story[0].sha))
+    script = "from runners import daemon; from runners.settings import RunnerSettings; daemon.run(RunnerSettings())"
+    with subprocess.Popen([sys.executable, "-c", script], env=environment_of(world.settings)) as process:
+        wait_until(lambda: "case" in (world.jobs()[0]["progress"] or ""))
+        started = descendants(process.pid)
+        process.kill()
+    assert len(started) >= 2
+    wait_until(lambda: not [number for number in started if Path(f"/proc/{number}").exists()])
+    assert world.spooled() == []
+    assert daemon.run(world.settings, once=True) == 0
+    (job,) = world.jobs()
+    assert (job["state"], job["attempts_used"]) == ("done", 2)
+    rows = world.admin.get(f"/targets/{target.name}/commits/{story[0].sha}/measurements")["items"]
+    assert {row["outcome"] for row in rows} == {"ok"}
+
+
+def environment_of(settings: RunnerSettings) -> dict[str, str]:
+    """What tells a process these settings."""
+    values = settings.model_dump(mode="json", exclude_none=True) | {"token": settings.token.get_secret_value()}
+    return os.environ | {f"ULPWATCH_{name.upper()}": str(value) for name, value in values.items()}
 
 
 def test_a_runner_waits_for_a_service_that_is_not_there_yet(
