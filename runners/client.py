@@ -14,6 +14,7 @@ API = "/api/v1"
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 LEASE_LOST_STATUS = frozenset({404, 409, 410})
 TOKEN_STATUS = frozenset({401})
+FORBIDDEN_STATUS = frozenset({403})
 
 
 class ClientError(Exception):

@@ -10,11 +10,12 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+from uuid import UUID
 
 from runners.checkout import CheckoutError, UnreachableError
-from runners.client import TOKEN_STATUS, Client, ClientError, RefusedError, ServiceUnreachableError
+from runners.client import FORBIDDEN_STATUS, TOKEN_STATUS, Client, ClientError, RefusedError, ServiceUnreachableError
 from runners.heartbeat import Heartbeat, LeaseLostError
 from runners.job import Limits, PlanError, measure_commit
 from runners.keeper import hide
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.5
 SIGNAL_SLICE_SECONDS = 0.2
+FIRST_POSTPONEMENT_SECONDS = 10.0
+POSTPONEMENT_SECONDS_MAX = 3600.0
 
 
 class GivenBack(BaseException):
@@ -74,6 +77,28 @@ class Stop:
                 signal.signal(number, handler)
 
 
+class Postponed:
+    """The spooled results that this runner's token may not post now: each waits longer after every refusal."""
+
+    def __init__(self) -> None:
+        self._waits: dict[UUID, tuple[float, float]] = {}  # attempt: due at time.monotonic(), and the wait before
+
+    def put_off(self, attempt: UUID) -> float:
+        """Wait with a result; the seconds."""
+        _, last = self._waits.get(attempt, (0.0, FIRST_POSTPONEMENT_SECONDS / 2))
+        seconds = min(2 * last, POSTPONEMENT_SECONDS_MAX)
+        self._waits[attempt] = (time.monotonic() + seconds, seconds)
+        return seconds
+
+    def is_due(self, attempt: UUID) -> bool:
+        """Whether it is time to try, for the first time or again."""
+        return time.monotonic() >= self._waits.get(attempt, (0.0, 0.0))[0]
+
+    def forget(self) -> None:
+        """Try all of them at once: something has changed."""
+        self._waits.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Daemon:
     """What the steps of the loop work with."""
@@ -82,6 +107,7 @@ class Daemon:
     client: Client
     spool: Spool
     stop: Stop
+    postponed: Postponed = field(default_factory=Postponed)
 
 
 def run(settings: RunnerSettings, *, once: bool = False) -> int:
@@ -103,7 +129,7 @@ def run(settings: RunnerSettings, *, once: bool = False) -> int:
         try:
             _work(daemon, once=once)
         except RefusedError as error:
-            log.error("the service refuses this runner: %s", error)
+            log.error("the service refuses this runner; what is spooled stays in %s: %s", settings.spool, error)
             return 1
     return 0
 
@@ -118,6 +144,8 @@ def _work(daemon: Daemon, *, once: bool) -> None:
             if not known:
                 _hello(daemon)
                 known = True
+                daemon.postponed.forget()  # the name, and with it what was leased to it, now belongs to this token
+                flush(daemon)
             job = _claim(daemon)
             retry_seconds = FIRST_RETRY_SECONDS
             if job is not None:
@@ -135,13 +163,27 @@ def _work(daemon: Daemon, *, once: bool) -> None:
 
 
 def flush(daemon: Daemon) -> None:
-    """Post every spooled result, oldest first; forget what the service has, set aside what it refuses to take."""
+    """Post every spooled result, oldest first; forget what the service has, set aside what it refuses to take. What it
+    refuses from this runner's token says nothing of the result: it stays, and is tried again.
+    """
     for spooled in daemon.spool.pending():
+        if not daemon.postponed.is_due(spooled.attempt):
+            continue
         try:
             daemon.client.post_result(spooled.body())
         except RefusedError as error:
             if error.status in TOKEN_STATUS:
                 raise
+            if error.status in FORBIDDEN_STATUS:
+                seconds = daemon.postponed.put_off(spooled.attempt)
+                log.warning(
+                    "result of attempt %s stays in %s, next try in %.0f s: the token may not post it: %s",
+                    spooled.attempt,
+                    spooled.path,
+                    seconds,
+                    error,
+                )
+                continue
             kept = daemon.spool.reject(spooled, str(error))
             log.error("result of attempt %s set aside as %s: %s", spooled.attempt, kept, error)
         else:

@@ -21,12 +21,13 @@ from pydantic import SecretStr
 from runners import daemon
 from runners.checkout import CheckoutError, UnreachableError
 from runners.client import Client, ServiceUnreachableError
+from runners.job import PlanError
 from runners.keeper import descendants
 from runners.settings import RunnerSettings
 from runners.spool import Spool, SpoolBusyError
 from runners.story.story import story_target, write_story
 from service.app import create_app
-from service.auth import create_token
+from service.auth import create_token, revoke_token, tokens
 from service.db import SessionFactory
 from service.settings import Settings
 from service.wire import Commit, JobRequest, Result
@@ -183,6 +184,7 @@ def test_once_without_a_job_ends_at_once(world: World) -> None:
     ("error", "state"),
     [
         (CheckoutError("there is no commit abc"), "failed"),
+        (PlanError("target 'demo' cannot be measured"), "failed"),
         (UnreachableError("the remote does not answer"), "queued"),
         (RuntimeError("the disk is full"), "queued"),
     ],
@@ -409,6 +411,53 @@ def test_a_token_that_is_unknown_ends_the_daemon_and_keeps_the_spool(world: Worl
     stranger = world.settings.model_copy(update={"token": SecretStr("ulpw_nobody")})
     assert daemon.run(stranger) == 1
     assert world.spooled() == [str(UUID(int=9))]
+
+
+def spool_one_result(world: World, name: str) -> UUID:
+    """A first life that measures and dies before it posts."""
+    with Spool(world.settings.spool) as spool, Client(world.settings.url, world.settings.token) as client:
+        life = daemon.Daemon(world.settings, client, spool, daemon.Stop())
+        daemon._hello(life)
+        job = daemon._claim(life)
+        assert job is not None
+        daemon.do_job(life, job)
+    assert world.spooled() == [str(job.attempt)]
+    return job.attempt
+
+
+def test_a_result_survives_the_rotation_of_the_token(
+    world: World, measuring: Callable[[Measure], None], session_factory: SessionFactory
+) -> None:
+    world.ask("a")
+    measuring(healthy(world, "a"))
+    spool_one_result(world, "a")
+    with session_factory.begin() as session:
+        (former,) = [row.id for row in tokens(session) if row.scope == "runner"]
+        revoke_token(session, former)
+        fresh = create_token(session, "runner").secret
+    rotated = world.settings.model_copy(update={"token": SecretStr(fresh)})
+    assert daemon.run(rotated, once=True) == 0
+    (job,) = world.jobs()
+    assert (job["state"], job["attempts_used"], world.runs("a"), world.spooled()) == ("done", 1, 1, [])
+    assert not (world.settings.spool / "rejected").exists()
+
+
+def test_a_result_that_the_token_may_not_post_waits_longer_and_longer_and_holds_up_no_other(
+    world: World,
+    measuring: Callable[[Measure], None],
+    session_factory: SessionFactory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world.ask("a", "b")
+    measuring(healthy(world, "a", "b"))
+    attempt = spool_one_result(world, "a")
+    with session_factory.begin() as session:
+        other = create_token(session, "runner").secret
+    stranger = world.settings.model_copy(update={"token": SecretStr(other), "name": "other-box"})
+    assert daemon.run(stranger, once=True) == 0
+    assert (world.states(), world.spooled()) == (["leased", "done"], [str(attempt)])
+    assert f"result of attempt {attempt} stays in {stranger.spool}" in caplog.text
+    assert "next try in 10 s" in caplog.text
 
 
 def test_a_lost_lease_ends_the_measurement_and_posts_nothing(
