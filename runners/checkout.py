@@ -4,9 +4,11 @@ Nothing of the measured repository runs here: no hook, filter, attribute or tran
 stored. Needs git 2.33 or newer on the PATH. Knows neither targets nor measurements.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
+import posixpath
 import re
 import shutil
 import subprocess
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+
+from pydantic import ValidationError
 
 from service.wire import Commit, paths_digest
 
@@ -44,6 +48,12 @@ _SAFE_ENVIRONMENT = {
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_LITERAL_PATHSPECS": "1",
 }
+
+
+# What the operating system says to a file, not to its host's state.
+_FAULTS_OF_THE_COMMIT = frozenset(
+    {errno.ENOENT, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EILSEQ}
+)
 
 
 class CheckoutError(Exception):
@@ -132,22 +142,50 @@ def is_ancestor(repository: Repository, ancestor: str, descendant: str) -> bool:
 
 
 def describe(repository: Repository, sha: str, paths: Sequence[str]) -> Commit:
-    """A commit as the wire knows it. `watched_digest` is the SHA-256 of `git ls-tree -r -z SHA -- paths`: modes, object
-    ids and names of the watched files; `watched_paths` says which paths these were.
+    """A commit as the wire knows it. Raises CheckoutError for one that the wire has no words for, such as a date of
+    no year.
     """
     form = "--format=%P%x00%ct%x00%an%x00%s"
     line = _output(repository, "rev-list", "--no-walk", "--no-commit-header", "--encoding=UTF-8", form, sha)
     parents, committed, author, subject = line.decode(errors="replace").rstrip("\n").split("\0")
-    watched = _output(repository, "ls-tree", "-r", "-z", "--full-tree", sha, "--", *paths)
-    return Commit(
-        sha=sha,
-        parents=parents.split(),
-        author=author[:200],
-        subject=subject[:500],
-        committed_at=datetime.fromtimestamp(int(committed), UTC),
-        watched_digest=hashlib.sha256(watched).hexdigest() if watched else None,
-        watched_paths=paths_digest(paths),
-    )
+    try:
+        return Commit(
+            sha=sha,
+            parents=parents.split(),
+            author=author[:200],
+            subject=subject[:500],
+            committed_at=datetime.fromtimestamp(int(committed), UTC),
+            watched_digest=watched_digest(repository, sha, paths),
+            watched_paths=paths_digest(paths),
+        )
+    except (ValueError, OverflowError) as error:
+        wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"its date is {committed!r} seconds"
+        raise CheckoutError(f"commit {sha} of {repository.shown} cannot be described: {wrong}") from error
+
+
+def watched_digest(repository: Repository, sha: str, paths: Sequence[str]) -> str | None:
+    """The SHA-256 of what `git ls-tree -r -z SHA -- paths` lists, modes, object ids and names of the watched files, and
+    the same of what watched symbolic links point at within the commit. None if there is no such file.
+    """
+    listed, pending = b"", list(paths)
+    seen: set[str] = set()
+    while pending:
+        seen |= set(pending)
+        found = _output(repository, "ls-tree", "-r", "-z", "--full-tree", sha, "--", *pending)
+        listed += found
+        pending = sorted(_link_targets(repository, _parsed(found)) - seen)
+    return hashlib.sha256(listed).hexdigest() if listed else None
+
+
+def _link_targets(repository: Repository, entries: Sequence[tuple[str, str, str]]) -> set[str]:
+    """The paths within the commit that its symbolic links among `entries` name."""
+    links = [(object_id, name) for mode, object_id, name in entries if mode == "120000"]
+    contents = _blobs(repository, [object_id for object_id, _ in links])
+    targets = {
+        posixpath.normpath(posixpath.join(posixpath.dirname(name), os.fsdecode(content)))
+        for (_, name), content in zip(links, contents, strict=True)
+    }
+    return {path for path in targets if not path.startswith(("/", "../")) and path != ".."}
 
 
 def changing_watched_paths(commits: Sequence[Commit]) -> list[Commit]:
@@ -175,32 +213,57 @@ def checked_out(repository: Repository, sha: str) -> Iterator[Path]:
 
 def write_files(repository: Repository, sha: str, directory: Path) -> None:
     """Write the files of a commit into an empty directory, byte for byte as stored: no filter, no line-end
-    conversion, no large-file download; submodules are left out. Raises CheckoutError for a tree that git would refuse.
+    conversion, no large-file download; submodules are left out. Raises CheckoutError for a tree that git would refuse,
+    and for a file that no file system of this kind can hold.
     """
     entries = _entries(repository, sha)
     blobs = _blobs(repository, [object_id for _, object_id, _ in entries])
     links: list[tuple[Path, bytes]] = []
     for (mode, _, name), content in zip(entries, blobs, strict=True):
         path = directory / _checked(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if mode == "120000":
-            links.append((path, content))
-        else:
-            path.write_bytes(content)
-            path.chmod(0o755 if mode == "100755" else 0o644)
+        with _writable(name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if mode == "120000":
+                links.append((path, content))
+            else:
+                path.write_bytes(content)
+                path.chmod(0o755 if mode == "100755" else 0o644)
     for path, content in links:  # last, so that no file is written through one
-        path.symlink_to(os.fsdecode(content))
+        with _writable(str(path.relative_to(directory))):
+            path.symlink_to(os.fsdecode(content))
+
+
+@contextmanager
+def _writable(name: str) -> Iterator[None]:
+    """Turn what is wrong with a file's name, a link's target or their tree into CheckoutError; a full disk is not."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in _FAULTS_OF_THE_COMMIT:
+            raise
+        words = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckoutError(f"the commit holds {name!r}, which cannot be written: {words}") from error
+
+
+def submodules(repository: Repository, sha: str) -> list[str]:
+    """The paths of a commit's submodules, whose files are not written out."""
+    listed = _output(repository, "ls-tree", "-r", "-z", "--full-tree", sha)
+    return [name for mode, _, name in _parsed(listed) if mode == "160000"]
 
 
 def _entries(repository: Repository, sha: str) -> list[tuple[str, str, str]]:
     """(mode, object id, path) of every file and symbolic link of a commit."""
     listed = _output(repository, "ls-tree", "-r", "-z", "--full-tree", sha)
+    return [entry for entry in _parsed(listed) if entry[0] != "160000"]
+
+
+def _parsed(listed: bytes) -> list[tuple[str, str, str]]:
+    """(mode, object id, path) of what `git ls-tree -r -z` lists: files, symbolic links and submodules."""
     entries = []
     for record in filter(None, listed.split(b"\0")):
         facts, name = record.split(b"\t", 1)
-        mode, kind, object_id = facts.decode().split()
-        if kind == "blob":
-            entries.append((mode, object_id, os.fsdecode(name)))
+        mode, _, object_id = facts.decode().split()
+        entries.append((mode, object_id, os.fsdecode(name)))
     return entries
 
 

@@ -19,12 +19,21 @@ from pydantic import BaseModel, ValidationError
 
 from runners import process
 from runners.channel import GarbageError, SubjectPlan, printable
-from runners.checkout import CheckoutError, Repository, checked_out, describe, is_ancestor, open_repository, resolve
+from runners.checkout import (
+    CheckoutError,
+    Repository,
+    checked_out,
+    describe,
+    is_ancestor,
+    open_repository,
+    resolve,
+    submodules,
+)
 from runners.kernels.faults import Edit
 from runners.process import Ending, Limits, converse
 from runners.suites import SUITES, suite_digest
 from runners.suites import suite as cases_of
-from runners.targets import fitting_cases, missing_requirements
+from runners.targets import faults_of, fitting_cases, missing_requirements
 from service.catalogue import BY_NAME
 from service.wire import Case, Environment, Measurement, Outcome, Result, Target, TargetKernel
 
@@ -70,6 +79,8 @@ def measure_commit(
     """
     started_at = datetime.now(UTC)
     suite = suite or target.suite
+    if faults := faults_of(target):
+        raise PlanError(f"target {target.name!r} cannot be measured: {'; '.join(faults)}")
     assignments = _assign(target, suite, kernels, case_ids)
     opened = open_repository(repository, cache=cache, wanted=sha)
     commit = describe(opened, resolve(opened, sha), target.paths)
@@ -137,7 +148,7 @@ class Assignment:
         plan = SubjectPlan(
             kernel=self.kernel,
             omittable=[name for name, since in self.kernel.since.items() if not _has(repository, sha, since)],
-            missing=missing_requirements(target.python.requires),
+            missing=[*missing_requirements(target.python.requires), *_submodules_left_out(repository, sha)],
             process_group=target.python.process_group,
             megatron=target.python.megatron,
         )
@@ -168,6 +179,12 @@ class Assignment:
         if is_callable:
             checks["completes"] = [float(measurement.outcome == "ok")]
         return measurement.model_copy(update={"role": self.role, "values": {**measurement.values, **checks}})
+
+
+def _submodules_left_out(repository: Repository, sha: str) -> list[str]:
+    """A sentence for who wonders why an import fails; none without submodules."""
+    paths = submodules(repository, sha)
+    return [f"the commit has submodules, whose files are not there: {', '.join(paths)}"] if paths else []
 
 
 def _has(repository: Repository, sha: str, since: str) -> bool:

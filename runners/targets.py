@@ -10,6 +10,9 @@ from pydantic import ValidationError
 
 from service.wire import Case, Target, TargetKernel
 
+# The built-in kernels by name: reading them off runners.kernels.registry would import torch.
+BUILT_IN = ("fused", "legacy", "legacy_bf16", "online", "megatron_fused", "eager", "peer", "reference")
+_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:==\s*([^\s;,]+))?")
 
 
@@ -27,9 +30,34 @@ def load_target(path: str | Path) -> Target:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TargetError(f"{path}: is not TOML: {error}") from error
     try:
-        return Target.model_validate(content)
+        target = Target.model_validate(content)
     except ValidationError as error:
         raise TargetError("\n".join(f"{path}: {line}" for line in _complaints(error))) from error
+    if faults := faults_of(target):
+        raise TargetError("\n".join(f"{path}: {line}" for line in faults))
+    return target
+
+
+def faults_of(target: Target) -> list[str]:
+    """What a runner cannot do that a target asks for, each as key and rule; the wire does not know what runners can."""
+    faults = [
+        f"kernels[{number}].control: there is no built-in kernel {kernel.control!r}; known are {', '.join(BUILT_IN)}"
+        for number, kernel in enumerate(target.kernels)
+        if kernel.control is not None and kernel.control not in BUILT_IN
+    ]
+    faults += [
+        f"paths[{number}]: {path!r} is a pattern, and paths are taken literally: name the file, or the directory"
+        " that stands for all below it"
+        for number, path in enumerate(target.paths)
+        if set(path) & set("*?[") or path.startswith(":")
+    ]
+    faults += [
+        f"python.env: {name!r} and its value cannot be an environment variable"
+        for name, value in target.python.env.items()
+        if not _VARIABLE.match(name) or "\0" in value
+    ]
+    faults += [f"python.requires: {fault}" for fault in map(_requirement_fault, target.python.requires) if fault]
+    return faults
 
 
 def _complaints(error: ValidationError) -> Iterable[str]:
@@ -70,10 +98,15 @@ def missing_requirements(requires: Iterable[str]) -> list[str]:
     return [sentence for requirement in requires if (sentence := _missing(requirement))]
 
 
+def _requirement_fault(requirement: str) -> str | None:
+    if _REQUIREMENT.match(requirement):
+        return None
+    return f"{requirement!r} is not a distribution's name with an optional ==version"
+
+
 def _missing(requirement: str) -> str | None:
     match = _REQUIREMENT.match(requirement)
-    if match is None:
-        raise TargetError(f"python.requires: {requirement!r} is not a distribution's name with an optional ==version")
+    assert match is not None, "faults_of comes first"
     name, wanted = match.groups()
     remedy = f"install {requirement.strip()!r}, or the baselines extra of ulpwatch, which brings megatron-core"
     try:

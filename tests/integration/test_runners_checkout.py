@@ -1,5 +1,6 @@
 """Real git repositories: what the runner reads of them, and that it leaves them alone."""
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -20,6 +21,7 @@ from runners.checkout import (
     is_url,
     open_repository,
     resolve,
+    submodules,
     write_files,
 )
 
@@ -263,3 +265,76 @@ def test_a_commit_without_any_watched_path_inherits_from_nobody(tmp_path: Path) 
     assert changing_watched_paths(mistyped) == mistyped
     with pytest.raises(CheckoutError, match="write the older commit first"):
         commits(opened, "HEAD..HEAD~1")
+
+
+def test_a_watched_link_stands_for_what_it_points_at(
+    work_tree: Path, git: Git, commit: Callable[..., str], tmp_path: Path
+) -> None:
+    (work_tree / "pkg").mkdir()
+    (work_tree / "pkg" / "loss.py").symlink_to("../impl/link.py")
+    (work_tree / "impl").mkdir()
+    (work_tree / "impl" / "link.py").symlink_to("v2")
+    (work_tree / "loop").symlink_to("loop")
+    (work_tree / "outside").symlink_to("../../etc/passwd")
+    first = commit("links", impl__v2__real="1", README="a")
+    shas = [first, commit("docs", README="b"), commit("code", impl__v2__real="2")]
+    repository = open_repository(work_tree)
+    digests = [describe(repository, sha, ["pkg", "loop", "outside"]).watched_digest for sha in shas]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def hand_made(git: Git, work_tree: Path, kind: str, content: bytes) -> str:
+    """Store an object that git would not make itself."""
+    arguments = ["git", "hash-object", "-t", kind, "-w", "--stdin", "--literally"]
+    made = subprocess.run(arguments, cwd=work_tree, input=content, capture_output=True, check=True)
+    return made.stdout.decode().strip()
+
+
+@pytest.mark.parametrize("date", ["99999999999999 +0000", "-99999999999999 +0000", "yesterday", ""])
+def test_a_commit_of_no_date_is_refused_for_good(work_tree: Path, git: Git, date: str) -> None:
+    tree = git("write-tree")
+    person = f"Ada <ada@example.org> {date}"
+    sha = hand_made(git, work_tree, "commit", f"tree {tree}\nauthor {person}\ncommitter {person}\n\nx\n".encode())
+    with pytest.raises(CheckoutError, match=f"commit {sha} .* cannot be described: its date is") as caught:
+        describe(open_repository(work_tree), sha, ["x"])
+    assert not isinstance(caught.value, UnreachableError)
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (b"120000 link\0", "'link', which cannot be written: No such file"),
+        (b"100644 " + b"n" * 300 + b"\0", "cannot be written: File name too long"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_the_commits_fault(
+    work_tree: Path, git: Git, tmp_path: Path, entry: bytes, complaint: str
+) -> None:
+    empty = hand_made(git, work_tree, "blob", b"")
+    tree = hand_made(git, work_tree, "tree", entry + bytes.fromhex(empty))
+    sha = git("commit-tree", tree, "-m", "odd")
+    with pytest.raises(CheckoutError, match=complaint):
+        write_files(open_repository(work_tree), sha, tmp_path)
+
+
+def test_a_full_disk_is_not_the_commits_fault(
+    work_tree: Path, commit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_options: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sha = commit("one", a="1")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_files(open_repository(work_tree), sha, tmp_path)
+
+
+def test_submodules_are_named(work_tree: Path, git: Git, commit: Callable[..., str]) -> None:
+    sha = commit("one", a="1")
+    git("update-index", "--add", "--cacheinfo", f"160000,{sha},third_party/kernels")
+    git("commit", "--quiet", "--message", "with a submodule")
+    repository = open_repository(work_tree)
+    assert submodules(repository, git("rev-parse", "HEAD")) == ["third_party/kernels"]
+    assert submodules(repository, sha) == []
+    with checked_out(repository, "HEAD") as files:
+        assert [path.name for path in files.iterdir()] == ["a"]

@@ -352,6 +352,26 @@ def test_what_cannot_be_planned_is_refused_by_name(repository: Path, commit: Wri
     ):
         with pytest.raises(PlanError, match=complaint):
             measure_commit(target(), repository, sha, attempt=uuid4(), **wrong)  # type: ignore[arg-type]
+    for unfit, complaint in (
+        (target(control="legcy"), "no built-in kernel 'legcy'; known are"),
+        (target(python={"env": {"A=B": "1"}}), "python.env: 'A=B'"),
+    ):
+        with pytest.raises(PlanError, match=complaint):
+            measure_commit(unfit, repository, sha, attempt=uuid4())
+
+
+def test_an_import_that_fails_in_a_commit_with_submodules_says_so(repository: Path) -> None:
+    link = ["git", "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},third_party/lib"]
+    subprocess.run(link, cwd=repository, check=True)
+    (repository / "third_party" / "lib").mkdir(parents=True)
+    (repository / "loss.py").write_text("import lib")
+    subprocess.run(["git", "add", "loss.py"], cwd=repository, check=True)
+    person = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org"]
+    subprocess.run(["git", *person, "commit", "--quiet", "--message", "Submodule"], cwd=repository, check=True)
+    (measured,) = measure(target(), repository, "HEAD")
+    assert measured.outcome == "unmeasurable"
+    assert "No module named 'lib'" in measured.notes["outcome"]
+    assert "the commit has submodules, whose files are not there: third_party/lib" in measured.notes["outcome"]
 
 
 def test_the_ready_target_measures_a_repository_laid_out_like_slimes(repository: Path, commit: Write) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runners.suites import suite
-from runners.targets import TargetError, fitting_cases, load_target, missing_requirements, needed_arguments
+from runners.targets import BUILT_IN, TargetError, fitting_cases, load_target, missing_requirements, needed_arguments
 from service.wire import Case, TargetKernel
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,6 +43,20 @@ def kernel(*arguments: str, returns: tuple[str, ...] = ("log_prob", "entropy")) 
         ('"entropy"]', '"entropie"]', r"kernels\[0\]: returns: 'entropie' is not one of"),
         ('["loss.py"]', '["../loss.py"]', r"paths\[0\]: path '../loss.py' must lie inside the repository"),
         ('repository = "."', 'repository = "."\nbranches = 1', "branches: Extra inputs are not permitted"),
+        (
+            'name = "fused"',
+            'name = "fused"\ncontrol = "legcy"',
+            r"kernels\[0\]\.control: there is no built-in kernel 'legcy'; known are .*legacy,",
+        ),
+        (
+            '["loss.py"]',
+            '["a", "kernels/*.py"]',
+            r"paths\[1\]: 'kernels/\*\.py' is a pattern, and paths are taken literally",
+        ),
+        ('["loss.py"]', '[":(glob)kernels"]', r"paths\[0\]: ':\(glob\)kernels' is a pattern"),
+        ("[[kernels]]", '[python]\nenv = {"A=B" = "1"}\n[[kernels]]', r"python\.env: 'A=B' and its value cannot be"),
+        ("[[kernels]]", '[python]\nenv = {A = "\\u0000"}\n[[kernels]]', r"python\.env: 'A' and its value cannot be"),
+        ("[[kernels]]", '[python]\nrequires = ["==3"]\n[[kernels]]', r"python\.requires: '==3' is not a distribution"),
     ],
 )
 def test_a_wrong_target_file_is_refused_with_file_key_and_rule(
@@ -111,9 +125,10 @@ def test_a_requirement_of_another_version_is_missing() -> None:
     assert "requires pydantic 0.0.1, but" in sentence
 
 
-def test_a_requirement_that_names_nothing_is_refused() -> None:
-    with pytest.raises(TargetError, match=r"python\.requires: '==3'"):
-        missing_requirements(["==3"])
+def test_the_built_in_kernels_are_those_of_the_registry() -> None:
+    from runners.kernels.registry import KERNELS  # noqa: PLC0415 - it imports torch
+
+    assert sorted(BUILT_IN) == sorted(kernel.name for kernel in KERNELS)
 
 
 def test_the_job_side_never_imports_torch_or_numpy() -> None:
