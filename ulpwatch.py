@@ -2,6 +2,7 @@
 it.
 """
 
+import shlex
 import sys
 import time
 import traceback
@@ -97,6 +98,8 @@ def measure(
     from runners.summary import summary, wide_console
 
     with _told_plainly():
+        if out is not None:
+            _require_writable(out)
         loaded, settings = _load_target(target), _runner_settings()
         result = measure_commit(
             loaded,
@@ -119,6 +122,11 @@ def measure(
 def compare(
     baseline: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Result file of `measure --out`.")],
     candidate: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Result file to compare with it.")],
+    target: Annotated[
+        Path | None,
+        typer.Option("--target", help="Target file, for the command that reproduces a finding.", exists=True),
+    ] = None,
+    repo: Annotated[str | None, typer.Option("--repo", help="Path or URL; default: the target file's.")] = None,
     form: Form = Format.TEXT,
 ) -> None:
     """Decide on two local measurements. Exits 0 for pass or improve, 1 for regress, 2 for undecided."""
@@ -127,7 +135,17 @@ def compare(
 
     with _told_plainly():
         verdict = document(compare_results(_read_result(baseline), _read_result(candidate)))
+        where = None if target is None else (target, repo or _load_target(target).repository)
+    for finding in (*verdict["findings"], *verdict["inherited"], *verdict["recovered"]):
+        finding["reproduce"] = "" if where is None else _measure_again(finding, verdict["sha"], *where)
     _answer(verdict, form)
+
+
+def _measure_again(finding: Mapping[str, Any], sha: str, target: Path, repo: str) -> str:
+    """The command that measures a finding's first case at the candidate: a result does not say where it comes from."""
+    case = finding["affected"][0]["case_id"]
+    words = ["--target", str(target), "--repo", repo, "--commit", sha, "--kernel", finding["kernel"], "--case", case]
+    return shlex.join(["ulpwatch", "measure", *words])
 
 
 @app.command()
@@ -142,6 +160,7 @@ def replay(
 ) -> None:
     """Measure and judge a stretch of history on this host: a row a commit, the baseline A first."""
     from runners.replay import measure_range
+    from runners.terminal import plain
     from service.offline import judge_history
 
     with _told_plainly():
@@ -152,19 +171,20 @@ def replay(
             span,
             suite=suite,
             keep=keep,
+            on_commit=_line,
             on_progress=_progress,
             limits=_limits(settings),
             cache=settings.cache,
         )
         verdicts = judge_history(loaded, stretch.commits, stretch.results)
     for commit, verdict in zip(stretch.commits, verdicts, strict=True):
-        typer.echo(f"{commit.sha[:7]}  {verdict.state:<12}  {commit.subject}")
+        typer.echo(plain(f"{commit.sha[:7]}  {verdict.state:<12}  {commit.subject}"))
         for finding in verdict.findings:
-            typer.echo(f"{'':9}{finding.direction}: {finding.sentence}")
+            typer.echo(plain(f"{'':9}{finding.direction}: {finding.sentence}"))
         for finding in verdict.recovered:
-            typer.echo(f"{'':9}recovered: {finding.sentence}")
+            typer.echo(plain(f"{'':9}recovered: {finding.sentence}"))
         if verdict.state not in ("pass", "regress", "improve"):
-            typer.echo(f"{'':9}{verdict.reason}")
+            typer.echo(plain(f"{'':9}{verdict.reason}"))
 
 
 @app.command()
@@ -223,15 +243,16 @@ def gate(
 ) -> None:
     """Ask for a commit's verdict. Exits 0 pass or improve, 1 regress, 2 undecided, 3 service unreachable."""
     from runners.client import RefusedError, ServiceUnreachableError
+    from runners.terminal import plain
 
     try:
         with _client() as client:
             verdict = _await_verdict(client, target, commit.lower(), base, wait)
     except ServiceUnreachableError as error:
-        typer.echo(f"unreachable: {error}", err=True)
+        typer.echo(plain(f"unreachable: {error}"), err=True)
         raise typer.Exit(UNREACHABLE) from None
     except RefusedError as error:
-        typer.echo(f"undecided: {error}", err=True)
+        typer.echo(plain(f"undecided: {error}"), err=True)
         raise typer.Exit(UNDECIDED) from None
     link = f"{_runner_settings().url.rstrip('/')}/targets/{target}/commits/{verdict['sha']}"
     _answer(verdict, form, link=link)
@@ -261,12 +282,14 @@ def target_add(file: Annotated[Path, typer.Argument(exists=True, dir_okay=False,
 @job_app.command("add")
 def job_add(
     target: TargetFile,
-    span: Annotated[str, typer.Option("--range", help="A..B, or one commit.")],
+    span: Annotated[str, typer.Option("--range", help="A..B: those after A, up to B; or one commit.")],
     repo: Annotated[str | None, typer.Option("--repo", help="Path or URL; default: the target file's.")] = None,
     device: Annotated[Device, typer.Option("--device", help="Where to measure.")] = Device.CPU,
     head: Annotated[bool, typer.Option("--head", help="The last commit is the head of the target's branch.")] = False,
 ) -> None:
-    """Tell the service of commits and ask for each that changes a watched path to be measured (ci token)."""
+    """Tell the service of commits and ask for each that changes a watched path to be measured (ci token). A itself is
+    told and not measured: name it alone for that.
+    """
     from runners.checkout import changing_watched_paths, describe, open_repository
     from runners.checkout import commits as commits_of
     from service.wire import JobRequest
@@ -276,7 +299,8 @@ def job_add(
         opened = open_repository(repo or loaded.repository, cache=_runner_settings().cache)
         commits = [describe(opened, sha, loaded.paths) for sha in commits_of(opened, span)]
         client.post_commits(loaded.name, commits, head_of=loaded.branch if head else None)
-        changed = changing_watched_paths(commits)
+        wanted = commits[1:] if ".." in span else commits  # the first is A, told for its place in the graph
+        changed = [commit for commit in changing_watched_paths(commits) if commit in wanted]
         for commit in changed:
             client.enqueue(JobRequest(target=loaded.name, commit=commit.sha, device_class=device.value))
     typer.echo(f"{len(commits)} commits told, {len(changed)} to be measured")
@@ -336,8 +360,11 @@ def runner(
 
     from runners.daemon import run
     from runners.spool import SpoolBusyError
+    from runners.terminal import PlainFormatter
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         code = run(_runner_settings(**({} if device is None else {"device": device})), once=once)
@@ -404,7 +431,9 @@ def _in_words(error: "ValidationError") -> str:
 
 
 def _abort(message: str) -> Never:
-    typer.echo(f"ulpwatch: {message}", err=True)
+    from runners.terminal import plain_lines
+
+    typer.echo(plain_lines(f"ulpwatch: {message}"), err=True)
     raise typer.Exit(UNDECIDED)
 
 
@@ -451,16 +480,37 @@ def _client() -> "Client":
 
 
 def _progress(words: str) -> None:
+    """What is being done now, where a terminal can show it in place."""
+    from runners.terminal import plain
+
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[2K{words[:160]}")
+        sys.stderr.write(f"\r\x1b[2K{plain(words)[:160]}")
         sys.stderr.flush()
 
 
+def _line(words: str) -> None:
+    """A step of a long command, for a log as for a terminal."""
+    from runners.terminal import plain
+
+    sys.stderr.write(("\r\x1b[2K" if sys.stderr.isatty() else "") + plain(words) + "\n")
+    sys.stderr.flush()
+
+
+def _require_writable(path: Path) -> None:
+    """Raise OSError now if a file could not be written later."""
+    existed = path.exists()
+    path.open("ab").close()
+    if not existed:
+        path.unlink()
+
+
 def _answer(verdict: Mapping[str, Any], form: Format, *, link: str | None = None) -> None:
-    """Print a verdict and exit with its code."""
+    """Print a verdict and exit with its code. The forms that a person reads show what a terminal would obey."""
+    from runners.terminal import plain_document
     from service.reports import exit_code, render
 
-    typer.echo(render(verdict, form.value, link=link))
+    shown = plain_document(verdict) if form in (Format.TEXT, Format.MARKDOWN) else verdict
+    typer.echo(render(shown, form.value, link=link))
     raise typer.Exit(exit_code(verdict))
 
 

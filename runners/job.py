@@ -37,7 +37,7 @@ from runners.targets import faults_of, fitting_cases, missing_requirements
 from service.catalogue import BY_NAME
 from service.wire import Case, Environment, Measurement, Outcome, Result, Target, TargetKernel
 
-__all__ = ["JobError", "Limits", "PlanError", "measure_commit", "measure_mutants", "units_of"]
+__all__ = ["JobError", "Limits", "PlanError", "environment_here", "measure_commit", "measure_mutants", "units_of"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Role = Literal["kernel", "control"]
@@ -121,6 +121,15 @@ def measure_mutants(
     subjects: list[Subject] = [lambda plan=plan: nullcontext(plan) for plan in plans]  # type: ignore[misc]
     host = _Host(limits or Limits(), "cpu", {}, on_progress or (lambda _words: None))
     return _measure_side_by_side(assignments, subjects, host)
+
+
+def environment_here(target: Target, *, limits: Limits | None = None, device: str = "cpu") -> Environment:
+    """The environment that a target's kernels would be measured in, here and now. Raises JobError if no process could
+    be started.
+    """
+    host = _Host(limits or Limits(), device, target.python.env, lambda _words: None)
+    nothing = Assignment("fused", "control", None, [])
+    return _measure(nothing, lambda: nullcontext(SubjectPlan(built_in="fused")), host)[0]
 
 
 def units_of(measurements: Iterable[Measurement]) -> dict[str, str]:

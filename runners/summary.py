@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from runners.terminal import plain
 from service.catalogue import BY_NAME, MetricClass
 from service.wire import Measurement, Result
 
@@ -57,7 +58,7 @@ def _in_units(measurement: Measurement, metric: str) -> str:
 def _failures(measurement: Measurement) -> str:
     """The failing checks, or why there is no result."""
     if measurement.outcome != "ok":
-        return escape(measurement.notes["outcome"][:_NOTE_LENGTH])
+        return escape(plain(measurement.notes["outcome"])[:_NOTE_LENGTH])
     failing = [
         name
         for name, samples in measurement.values.items()

@@ -61,7 +61,7 @@ def text(verdict: Verdict, *, link: str | None = None) -> str:
         lines += ["", f"{finding['direction']}{_aside(finding)}  {finding['sentence']}"]
         lines += [f"  {_step(step)}" for step in finding["affected"][:_ROWS_A_FINDING]]
         lines += _rest(finding["affected"], _ROWS_A_FINDING, "  and {} more")
-        lines.append(f"  reproduce: {finding['reproduce']}")
+        lines += [f"  reproduce: {finding['reproduce']}"] if finding["reproduce"] else []
     for word in ("inherited", "recovered"):
         lines += [""] if verdict[word] else []
         lines += [f"{word}  {finding['sentence']}" for finding in verdict[word]]
@@ -72,18 +72,13 @@ def text(verdict: Verdict, *, link: str | None = None) -> str:
     lines += [f"notice  {_step(step)}" for step in verdict["notices"][:_ROWS_A_FINDING]]
     lines += _rest(verdict["notices"], _ROWS_A_FINDING, "and {} more notices")
     lines += ["", link] if link else []
-    return "\n".join(map(_printable, lines))
+    return "\n".join(lines)
 
 
 def _aside(finding: Mapping[str, Any]) -> str:
     if finding["direction"] == "regress" and finding["state"] in _DECIDED:
         return f" ({finding['state']})"
     return "" if finding["required"] else " (not required by the target)"
-
-
-def _printable(line: str) -> str:
-    """What a kernel or a commit says, as one line that cannot steer a terminal."""
-    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in line)
 
 
 def markdown(verdict: Verdict, *, link: str | None = None, limit: int = MARKDOWN_LIMIT) -> str:
@@ -120,8 +115,7 @@ def _markdown_finding(finding: Mapping[str, Any]) -> str:
             for step in steps[:_ROWS_A_FINDING]
         ],
         *_rest(steps, _ROWS_A_FINDING, "\nand {} more"),
-        "",
-        f"`{finding['reproduce']}`",
+        *(["", f"`{finding['reproduce']}`"] if finding["reproduce"] else []),
     ]
     return "\n".join(lines)
 

@@ -1,6 +1,9 @@
 """The command line as a person or a CI job uses it: real commands, real measurements, a real service."""
 
+import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,9 +45,11 @@ class Replayed:
     repository: Path
     results: Path
     printed: str
+    told: str
 
     def result(self, number: int) -> Path:
-        return self.results / f"{self.shas[number]}-demo.json"
+        (found,) = self.results.glob(f"{self.shas[number]}-demo-*.json")
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
     span = f"{shas[LEGACY]}..{shas[DOCS]}"
     done = ulpwatch("replay", "--target", target, "--repo", repository, "--range", span, "--keep", results)
     assert done.returncode == 0, done.stderr
-    return Replayed(shas, target, repository, results, done.stdout)
+    return Replayed(shas, target, repository, results, done.stdout, done.stderr)
 
 
 def states(printed: str, shas: list[str]) -> list[str]:
@@ -71,6 +76,14 @@ def test_replay_prints_a_row_a_commit_with_its_state(replayed: Replayed) -> None
     assert "4.50 U -> 5.00 U" in replayed.printed
 
 
+def test_replay_tells_a_log_a_line_a_commit(replayed: Replayed) -> None:
+    told = [line for line in replayed.told.splitlines() if line.startswith("commit ")]
+    subjects = [chapter.subject for chapter in chapters()[:DOCS]]
+    wanted = [f"commit {n + 1} of 3, {replayed.shas[n][:7]}: measured: {subjects[n]}" for n in range(DOCS)]
+    assert told == wanted
+    assert "\x1b" not in replayed.told
+
+
 def test_replay_does_not_measure_again_what_it_kept(replayed: Replayed) -> None:
     assert {path.name.split("-")[0] for path in replayed.results.iterdir()} == set(replayed.shas[:DOCS])
     before = {path: path.stat().st_mtime_ns for path in replayed.results.iterdir()}
@@ -78,6 +91,7 @@ def test_replay_does_not_measure_again_what_it_kept(replayed: Replayed) -> None:
     options = ("--target", replayed.target, "--repo", replayed.repository, "--keep", replayed.results)
     again = ulpwatch("replay", *options, "--range", span)
     assert again.stdout == replayed.printed
+    assert f"measured before on this host, taken from {replayed.result(FUSED)}" in again.stderr
     assert {path: path.stat().st_mtime_ns for path in replayed.results.iterdir()} == before
 
 
@@ -94,6 +108,65 @@ def test_compare_of_a_commit_with_itself_passes(replayed: Replayed, tmp_path: Pa
     (tmp_path / "again.json").write_text(again.model_dump_json(warnings=False))
     same = ulpwatch("compare", replayed.result(FUSED), tmp_path / "again.json", "--format", "json")
     assert (same.returncode, '"state": "pass"' in same.stdout) == (0, True)
+
+
+def test_replay_measures_again_when_the_target_says_otherwise_or_the_host_is_another(
+    replayed: Replayed, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(replayed.results, results)
+    kept = results / replayed.result(LEGACY).name
+    edited = tmp_path / "edited.toml"
+    edited.write_text(replayed.target.read_text().replace("[require]", '[python]\nenv = {MODE = "1"}\n[require]'))
+    assert edited.read_text() != replayed.target.read_text()
+    alone = ("--repo", replayed.repository, "--range", replayed.shas[LEGACY], "--keep", results)
+    other = ulpwatch("replay", "--target", edited, *alone)
+    assert "commit 1 of 1, " + replayed.shas[LEGACY][:7] + ": measured: " in other.stderr, other.stderr
+    assert len(list(results.glob(f"{replayed.shas[LEGACY]}-*.json"))) == 2
+    result = json.loads(kept.read_text())
+    result["environment"]["exact"]["torch"] = "1.0"
+    kept.write_text(json.dumps(result))
+    again = ulpwatch("replay", "--target", replayed.target, *alone)
+    assert f"measured again, because {kept} is of another environment" in again.stderr
+    assert json.loads(kept.read_text())["environment"]["exact"]["torch"] != "1.0"
+
+
+def test_compare_prints_a_command_that_works_when_pasted(replayed: Replayed) -> None:
+    files = (replayed.result(LEGACY), replayed.result(FUSED))
+    assert "reproduce" not in ulpwatch("compare", *files).stdout
+    where = ("--target", replayed.target, "--repo", replayed.repository)
+    printed = ulpwatch("compare", *files, *where).stdout
+    commands = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("  reproduce: ")]
+    assert commands
+    program, *arguments = shlex.split(commands[0])
+    assert program == "ulpwatch"
+    done = ulpwatch(*arguments)
+    assert (done.returncode, "fused" in done.stdout) == (0, True), done.stderr
+
+
+def test_measure_finds_out_before_it_measures_that_it_cannot_write(replayed: Replayed, tmp_path: Path) -> None:
+    options = ("--target", replayed.target, "--repo", replayed.repository, "--commit", "no-such-commit")
+    for out in (tmp_path / "absent" / "result.json", tmp_path):
+        refused = ulpwatch("measure", *options, "--out", out)
+        assert (refused.returncode, str(out) in refused.stderr) == (2, True), refused.stderr
+    unknown = ulpwatch("measure", *options, "--out", tmp_path / "result.json")
+    assert "no-such-commit" in unknown.stderr
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_what_a_commit_says_moves_no_cursor(replayed: Replayed, tmp_path: Path) -> None:
+    result = json.loads(replayed.result(FUSED).read_text())
+    result["attempt"] = "00000000-0000-4000-8000-000000000002"
+    for measurement in result["measurements"]:
+        measurement |= {"outcome": "raised", "values": {"callable": [1.0], "completes": [0.0]}, "nonfinite": []}
+        measurement["notes"] = {"outcome": "\x1b[2K\rpass\nforged \u202e"}
+    (tmp_path / "hostile.json").write_text(json.dumps(result))
+    for form in ("text", "markdown"):
+        shown = ulpwatch("compare", replayed.result(FUSED), tmp_path / "hostile.json", "--format", form).stdout
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+        assert not [line for line in shown.splitlines() if line.startswith("forged")]
+        assert "x1b" in shown
 
 
 def test_compare_refuses_rubbish_by_name(replayed: Replayed, tmp_path: Path) -> None:
@@ -141,7 +214,9 @@ def test_submitted_results_are_gated_with_the_right_exit_codes(replayed: Replaye
     assert service.ask("admin", "target", "add", replayed.target).returncode == 0
     span = f"{shas[LEGACY]}..{shas[DOCS]}"
     told = service.ask("ci", "job", "add", "--target", replayed.target, "--range", span, "--head")
-    assert told.stdout == "4 commits told, 3 to be measured\n", told.stderr
+    assert told.stdout == "4 commits told, 2 to be measured\n", told.stderr
+    one = service.ask("ci", "job", "add", "--target", replayed.target, "--range", shas[LEGACY])
+    assert one.stdout == "1 commits told, 1 to be measured\n", one.stderr
     for number in (DOCS - 1, LEGACY, FUSED):
         done = service.ask("ci", "submit", replayed.result(number))
         assert done.returncode == 0, done.stderr

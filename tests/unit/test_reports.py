@@ -139,12 +139,6 @@ def test_what_the_target_does_not_require_is_told_and_fails_nothing() -> None:
     assert "regress (not required by the target)  peak memory of fused" in text(view)
 
 
-def test_a_message_cannot_steer_the_terminal() -> None:
-    told = text(verdict(reason="\x1b[2Jgone\npass: all is well", findings=[]))
-    assert "\x1b" not in told
-    assert "\npass" not in told
-
-
 def test_notices_are_told() -> None:
     assert "notice  fused" in text(verdict(notices=[step(state="pass", reason="fails, as it did")]))
 
