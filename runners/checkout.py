@@ -313,15 +313,19 @@ def _mirror(url: str, cache: Path | None, wanted: str | None) -> Repository:
         if not directory.is_dir():
             _clone(url, mirror)
         elif wanted is None or not _FULL_SHA.match(wanted) or not _has(mirror, wanted):
-            _transport(mirror, ["--git-dir", str(directory), "fetch", "--quiet", "--prune", "--tags", "origin"])
+            refresh = ["fetch", "--quiet", "--prune", "--end-of-options", url, "+refs/*:refs/*"]
+            _transport(mirror, ["--git-dir", str(directory), *refresh])
     return mirror
 
 
 def _clone(url: str, mirror: Repository) -> None:
-    """Clone beside the final place and rename, so that a broken clone is never taken for a mirror."""
+    """Clone beside the final place and rename, so that a broken clone is never taken for a mirror. Its configuration
+    does not keep the credentials of the URL.
+    """
     with tempfile.TemporaryDirectory(dir=mirror.git_dir.parent) as beside:
         fresh = Path(beside) / "fresh"
         _transport(mirror, ["clone", "--quiet", "--mirror", "--", url, str(fresh)])
+        _transport(mirror, ["--git-dir", str(fresh), "config", "remote.origin.url", mirror.shown])
         fresh.rename(mirror.git_dir)
 
 

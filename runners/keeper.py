@@ -38,19 +38,24 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY = 1
 _CAPABILITY_VERSION_3 = 0x20080522
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
-_SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108 - replaced by empty directories of this process's own
+# Replaced by empty directories of this process's own: where others leave files, and where daemons have their sockets,
+# which can be connected to even if they cannot be written to.
+_SCRATCH = ("/tmp", "/dev/shm", "/run")  # noqa: S108
 _SCRATCH_SIZE = "1g"
 _WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def keep(parent: int, *, isolated: bool, writable: Sequence[str]) -> None:
+def keep(parent: int, *, isolated: bool, writable: Sequence[str], hidden: Sequence[str]) -> None:
     """Fork, and return in the new process alone, which is to measure.
 
     `parent` is the runner's process id: when it ends, however it ends, so does everything here. With `isolated`, the
-    new process sees no other's, can write to the directories `writable` and to empty scratch space only, and has no
-    network but the loopback interface. Raises OSError where the host does not allow that.
+    new process sees no other's, can write to the directories `writable` and to empty scratch space only, finds those
+    `hidden` empty, but for what this interpreter needs, and has no network but the loopback interface. Raises OSError
+    where the host does not allow that.
+
+    A runner that was killed cannot remove the directories `writable`: then they are removed here.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     if isolated:
@@ -64,11 +69,14 @@ def keep(parent: int, *, isolated: bool, writable: Sequence[str]) -> None:
     first = os.fork()
     if first:
         os.close(tell)
-        _watch(first, told)
+        status = _watched(first, told)
+        if os.getppid() != parent:
+            _remove(writable)
+        _end_like(status)
     os.close(told)
     if isolated:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _mount_own_view(writable)
+        _mount_own_view(writable, hidden)
         _raise_loopback()
         measured = os.fork()
         if measured:
@@ -92,8 +100,8 @@ def hide() -> None:
 # --- The keeper -----------------------------------------------------------------------------------------------------
 
 
-def _watch(first: int, told: int) -> NoReturn:
-    """Wait for the measured process or for SIGTERM; end all that is left; end as the measured process did."""
+def _watched(first: int, told: int) -> int:
+    """Wait for the measured process or for SIGTERM and end all that is left; the wait status to end with."""
     status: int | None = None
     while status is None and signal.sigwait(_WATCHED) != signal.SIGTERM:
         for process, how in _ended():
@@ -101,9 +109,9 @@ def _watch(first: int, told: int) -> NoReturn:
                 status = how
     _end_descendants()
     if status is None:
-        os._exit(1)
+        return signal.SIGTERM
     report = os.read(told, 4)  # of the measured process, where `first` is the one between
-    _end_like(struct.unpack("=i", report)[0] if len(report) == 4 else status)
+    return int(struct.unpack("=i", report)[0]) if len(report) == 4 else status
 
 
 def _be_first(measured: int, tell: int) -> NoReturn:
@@ -148,6 +156,13 @@ def descendants(ancestor: int) -> list[int]:
     return found
 
 
+def _remove(directories: Sequence[str]) -> None:
+    import shutil  # noqa: PLC0415 - seldom needed
+
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _end_like(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -175,17 +190,16 @@ def _enter_namespaces() -> None:
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def _mount_own_view(writable: Sequence[str]) -> None:
-    """Everything read-only, but for `writable` and empty scratch directories; only this namespace's processes in /proc.
-
-    Where a scratch directory covers them, `writable` and what this interpreter imports from are put back.
+def _mount_own_view(writable: Sequence[str], hidden: Sequence[str]) -> None:
+    """Everything read-only, but for `writable` and empty scratch directories, `hidden` among them; only this
+    namespace's processes in /proc. Where a scratch directory covers them, `writable` and what this interpreter needs
+    are put back.
     """
     _call("unshare", _CLONE_NEWNS)
     _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE)
     own = [Path(path).resolve() for path in writable]
-    scratch = _outermost([*map(Path, _SCRATCH), *(path.parent for path in own)])
-    imported = _outermost(map(Path, [sys.prefix, sys.base_prefix, *sys.path]))
-    covered = [path for path in imported if any(path.is_relative_to(place) for place in scratch)]
+    scratch = _outermost([*map(Path, (*_SCRATCH, *hidden)), *(path.parent for path in own)])
+    covered = [path for path in _outermost(_needed()) if any(path.is_relative_to(place) for place in scratch)]
     kept = [(path, os.open(path, os.O_PATH)) for path in (*covered, *own)]
     for place in scratch:
         _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_SCRATCH_SIZE},mode=1777")
@@ -200,13 +214,30 @@ def _mount_own_view(writable: Sequence[str]) -> None:
     os.chdir(Path.cwd())  # into what is mounted there now
 
 
+def _needed() -> Iterator[Path]:
+    """Where this interpreter, the programs it may start and their libraries are found."""
+    yield from map(Path, (sys.prefix, sys.base_prefix, *sys.path))
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        yield from map(Path, filter(None, os.environ.get(name, "").split(os.pathsep)))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__editable__"):  # how setuptools lets an editable installation be found
+            yield from map(Path, getattr(module, "MAPPING", {}).values())
+
+
 def _outermost(paths: Iterable[Path]) -> list[Path]:
     """The directories among `paths` that lie in no other of them."""
     found: list[Path] = []
-    for path in sorted({path.resolve() for path in paths if path.is_dir()}):
+    for path in sorted({path.resolve() for path in paths if _is_directory(path)}):
         if not any(path.is_relative_to(other) for other in found):
             found.append(path)
     return found
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # it lies where this user may not look
+        return False
 
 
 def _set_read_only(path: Path, wanted: bool) -> None:

@@ -43,7 +43,7 @@ _BOOT = (
 )
 _PROBE = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); from runners.keeper import keep;"
-    " keep(**json.loads(sys.argv.pop())); open('written', 'w').close()"
+    " keep(**json.loads(sys.argv.pop())); open('written', 'w').close(); import pydantic"
 )
 
 
@@ -183,7 +183,18 @@ def isolation() -> Isolation:
 
 def _keeping(writable: list[str], *, isolated: bool) -> str:
     """What runners.keeper.keep is told."""
-    return json.dumps({"parent": os.getpid(), "isolated": isolated, "writable": writable})
+    told = {"parent": os.getpid(), "isolated": isolated, "writable": writable, "hidden": _own_homes()}
+    return json.dumps(told)
+
+
+def _own_homes() -> list[str]:
+    """The home directory of this user, with what it may hold of credentials; none where it is not this user's own."""
+    try:
+        home = Path.home()
+        is_own = home != Path("/") and home.stat().st_uid == os.geteuid()
+    except (OSError, RuntimeError):
+        return []
+    return [str(home)] if is_own else []
 
 
 def _start(plan: Plan, home: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -226,6 +226,26 @@ def test_a_url_is_mirrored_once_and_refreshed_when_needed(
         assert (files / "a").read_text() == "2"
 
 
+def test_a_mirror_does_not_keep_the_credentials_of_its_url(
+    work_tree: Path, git: Git, commit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, cache = "https://ada:secret@example.org/r.git", tmp_path / "cache"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".gitconfig").write_text(f'[url "file://{work_tree}"]\n\tinsteadOf = {url}\n')
+    first = commit("one")
+    git("branch", "gone")
+    mirror = open_repository(url, cache=cache)
+    assert resolve(mirror, "gone") == first
+    git("branch", "--delete", "--force", "gone")
+    git("tag", "new")
+    again = open_repository(url, cache=cache)
+    assert resolve(again, "new") == first
+    with pytest.raises(CheckoutError, match="no commit 'gone'"):
+        resolve(again, "gone")
+    kept = [path for path in cache.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+    assert kept == []
+
+
 def test_a_url_that_does_not_answer_is_worth_another_try_and_keeps_its_secret(tmp_path: Path) -> None:
     url = f"file://user:secret@{tmp_path}/absent"
     with pytest.raises(UnreachableError, match="could not be fetched") as caught:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -198,16 +199,19 @@ def test_a_runner_cannot_be_killed_where_there_are_namespaces(repository: Path) 
     assert measured.outcome == "ok", measured.notes
 
 
-def test_a_runner_that_is_killed_leaves_no_process_behind(isolated: bool, repository: Path) -> None:
+def test_a_runner_that_is_killed_leaves_nothing_behind(isolated: bool, repository: Path, tmp_path: Path) -> None:
     mark = str(uuid4().int)[:12]
     write(repository, ESCAPE.format(mark=mark, then="time.sleep(600)"))
-    with started_runner(repository, isolated, target(), ULPWATCH_MARK=mark) as runner:
+    places = tmp_path / "places"
+    places.mkdir()
+    with started_runner(repository, isolated, target(), TMPDIR=str(places)) as runner:
         wait_until(lambda: running(f"600.{mark}") != [])
         kept = process.descendants(runner.pid)
         assert kept
         os.kill(runner.pid, signal.SIGKILL)
         wait_until(lambda: not [number for number in kept if is_alive(number)])
     assert running(f"600.{mark}") == []
+    assert list(places.iterdir()) == []
 
 
 def is_alive(number: int) -> bool:
@@ -290,7 +294,8 @@ def test_namespaces_leave_nothing_to_write_to_but_its_own_and_no_network(reposit
                 "open": [place for place in places if not can_write(place)],
                 "closed": [place for place in closed if can_write(place)],
                 "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
-                "theirs": os.path.exists(os.environ["THEIRS"]),
+                "daemons": os.listdir("/run"),
+                "theirs": [path for path in os.environ["THEIRS"].split(":") if os.path.exists(path)],
             }
             with socket.create_server(("127.0.0.1", 0)) as server:
                 socket.create_connection(server.getsockname()).close()
@@ -301,8 +306,11 @@ def test_namespaces_leave_nothing_to_write_to_but_its_own_and_no_network(reposit
             raise RuntimeError(json.dumps([seen, interfaces]))
     """
     write(repository, act)
-    (measured,) = measure(repository, what=target(env={"THEIRS": str(tmp_path)}))
-    wanted = '{"open": [], "closed": [], "processes": 2, "theirs": false, "network": "Network is unreachable"}'
+    with tempfile.NamedTemporaryFile(dir=Path.home()) as secret:
+        (measured,) = measure(repository, what=target(env={"THEIRS": f"{tmp_path}:{secret.name}"}))
+    wanted = (
+        '{"open": [], "closed": [], "processes": 2, "daemons": [], "theirs": [], "network": "Network is unreachable"}'
+    )
     assert wanted in measured.notes["outcome"]
     assert not Path("/tmp/ulpwatch-test").exists()
 
