@@ -25,6 +25,18 @@ def _variants(tokens: int, vocabulary: int) -> tuple[Case, ...]:
     )
 
 
+# What random logits with random upstream gradients hide, in half a second a commit: pad columns of a vocabulary
+# that is no multiple of a tile; entries of probability zero; the target column where its gradient is 1 - p; sums that
+# are not shift-invariant; upstream gradients read as one; chunks that cost memory although the entropy is only a value.
+_TELLING = (
+    Case(tokens=16, vocabulary=1025, distribution="flat"),
+    Case(tokens=16, vocabulary=1000, distribution="neg_inf"),
+    Case(tokens=16, vocabulary=1024, distribution="confident"),
+    Case(tokens=16, vocabulary=1000, distribution="offset"),
+    Case(tokens=16, vocabulary=1000, upstream="one_row"),
+    Case(tokens=16, vocabulary=1000, entropy="value", chunk_size=4),
+)
+
 SUITES: dict[str, tuple[Case, ...]] = {
     # A few seconds a commit: what `ulpwatch demo` runs.
     "demo": (
@@ -32,13 +44,14 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case(tokens=7, vocabulary=1000),
         Case(tokens=32, vocabulary=4097, keep_mask=True),
         Case(tokens=32, vocabulary=4096, chunk_size=8),
-        Case(tokens=32, vocabulary=4096, distribution="flat", entropy="off"),
+        *_TELLING,
     ),
     # Under a minute a commit on two cores.
     "quick": (
         *_grid((1, 7, 64, 256), (1000, 4096, 32768, 32769)),
         *_variants(7, 4096),
         *_variants(64, 32768),
+        *_TELLING,
     ),
     # The fewest and smallest cases on which every seeded fault shows (runners/kernels/faults/table.py): an odd
     # vocabulary, a first row without upstream gradient, a likely target, a mask, several chunks, each entropy mode.

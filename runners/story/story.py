@@ -165,7 +165,7 @@ def chapters() -> tuple[Chapter, ...]:
 
 
 REPAIR = (
-    ("        ctx.set_materialize_grads(False)\n", ""),
+    ("ctx.set_materialize_grads(False)", "ctx.set_materialize_grads(with_entropy and with_entropy_grad)"),
     (
         """\
         if upstream[0] is None or (ctx.with_entropy_grad and upstream[1] is None):

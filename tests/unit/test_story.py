@@ -51,9 +51,9 @@ def memory(key: str, inputs: Inputs) -> MemoryReading:
     return measure_memory(measured, inputs, Options())
 
 
-def work(key: str, inputs: Inputs) -> WorkReading:
+def work(key: str, inputs: Inputs, how: Options | None = None) -> WorkReading:
     """What forward + backward dispatches."""
-    return measure_work(subject(key), inputs, Options())
+    return measure_work(subject(key), inputs, how or Options())
 
 
 def gradient(output: torch.Tensor, logits: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor | None:
@@ -234,9 +234,10 @@ def test_only_the_row_loop_dispatches_more_operations_with_more_rows() -> None:
         assert (many > few) == (key == "loop"), key
 
 
-def test_no_commit_before_the_cast_adds_work() -> None:
+@pytest.mark.parametrize("how", [Options(), Options("value", chunk_size=4)], ids=["gradient", "value in chunks"])
+def test_no_commit_before_the_cast_adds_work(how: Options) -> None:
     inputs = make_inputs(tokens=16, vocabulary=1024)
-    readings = [work(key, inputs) for key in ("legacy", "fused", "lean", "repair")]
+    readings = [work(key, inputs, how) for key in ("legacy", "fused", "lean", "repair")]
     for before, after in pairwise(readings):
         assert after.operations <= before.operations + 1
         assert after.traffic_bytes <= 1.01 * before.traffic_bytes
