@@ -1,5 +1,7 @@
 """The rules for a kernel's arguments, and the errors that name the one that breaks them. Computes nothing."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -15,25 +17,48 @@ def check_arguments(
     chunk_size: int | None,
     temperature: float,
 ) -> None:
-    """Raise ValueError naming the argument, what it is and what it must be (contract.LogProbEntropy).
+    """Raise TypeError or ValueError naming the argument, what it is and what it must be (contract.LogProbEntropy).
 
     Cheap, but for one thing: reading the targets' range waits for the device on CUDA. An out-of-range target would
     else give a finite, wrong result.
     """
+    for name, tensor in (("logits", logits), ("targets", targets), ("keep_mask", keep_mask)):
+        _check_is_tensor(name, tensor, may_be_none=name == "keep_mask")
+    _check_chunk_size(chunk_size)
+    _check_temperature(temperature)
     _check_logits(logits)
     _check_targets(targets, logits, world_size=1 if group is None else group.size())
     if keep_mask is not None:
         _check_keep_mask(keep_mask, logits)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}: it must be at least 1 row, or None for all rows at once")
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}: it must be finite and above 0")
 
 
 def check_whole_vocabulary(kernel: str, group: dist.ProcessGroup | None) -> None:
     """Raise ValueError where a kernel without tensor parallelism is given a group of more than one rank."""
     if group is not None and group.size() > 1:
         raise ValueError(f"group has {group.size()} ranks: {kernel} needs the whole vocabulary on one; pass group=None")
+
+
+def _check_is_tensor(name: str, value: object, *, may_be_none: bool) -> None:
+    if not isinstance(value, torch.Tensor) and not (may_be_none and value is None):
+        raise TypeError(f"{name} is a {type(value).__name__}: it must be a tensor{' or None' if may_be_none else ''}")
+
+
+def _check_chunk_size(chunk_size: object) -> None:
+    rule = "it must be a whole number of rows, at least 1, or None for all rows at once"
+    if chunk_size is None:
+        return
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size is {chunk_size!r}: {rule}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}: {rule}")
+
+
+def _check_temperature(temperature: object) -> None:
+    rule = "it must be a number, finite and above 0"
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        raise TypeError(f"temperature is {temperature!r}: {rule}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}: {rule}")
 
 
 def _check_logits(logits: torch.Tensor) -> None:

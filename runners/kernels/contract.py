@@ -15,8 +15,9 @@ class LogProbEntropy(Protocol):
     the tensor-parallel group, None where this rank holds the whole vocabulary; `chunk_size` rows at a time, None for
     all; log-prob and entropy are those of logits / temperature. `with_entropy_grad=False` gives the entropy as a
     value only. Returns (log_prob [N], entropy [N] or None), float32; the gradient has the logits' dtype. Raises
-    ValueError that names the argument for anything else. A missing upstream gradient counts as zero or is a
-    RuntimeError; it is never a missing gradient.
+    ValueError or TypeError that names the argument for anything else. A missing upstream gradient counts as zero or is
+    a RuntimeError; it is never a missing gradient. Logits changed in place before backward are a RuntimeError, or
+    change nothing.
     """
 
     def __call__(
@@ -40,12 +41,14 @@ class Contract:
 
     `gradient` is the precision its log-prob gradient has for float32 logits, `gradient_on_cuda` the one there if it is
     another; `inaccurate_on` names the input distributions that it is known to be inaccurate on, most of all
-    in the entropy's gradient; `widened_gates` multiplies the absolute gates.
+    in the entropy's gradient; `overflows` says that finite logits whose differences, or quotients by the temperature,
+    are beyond float32 can make a result NaN; `widened_gates` multiplies the absolute gates.
     """
 
     gradient: Literal["float32", "bfloat16"] = "float32"
     gradient_on_cuda: Literal["float32", "bfloat16"] | None = None
     inaccurate_on: frozenset[str] = frozenset()
+    overflows: bool = False
     overwrites_logits: bool = False
     tensor_parallel: bool = True
     widened_gates: float = 1.0

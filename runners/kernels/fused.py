@@ -1,7 +1,8 @@
 """The kernel `fused`: one autograd function for log-prob and entropy, vocab-parallel, in place on its own buffers.
 
 It models the optimised kernel of trainers, order of operations included: max, subtract, exp, sum, divide; entropy =
-max + log sum - sum p x. That order loses the entropy's gradient on rows with a large offset or one wrong, likely id.
+max + log sum - sum p x. That order loses the entropy's gradient on rows with a large offset or one wrong, likely id,
+and divides by the temperature before it subtracts, which may overflow.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from runners.kernels.arguments import check_arguments
 from runners.kernels.contract import Contract, Kernel
 from runners.kernels.row_chunks import row_chunks
-from runners.kernels.vocab_parallel import all_reduce_max, all_reduce_sum, dropped_ids, locate_targets
+from runners.kernels.vocab_parallel import all_reduce_max_of_shards, all_reduce_sum, dropped_ids, locate_targets
+
+_LOWEST = torch.finfo(torch.float32).min
 
 
 def run(
@@ -170,7 +173,7 @@ def _softmax_(
     _load_(buffer, logits, plan.temperature)
     if dropped is not None:
         buffer.masked_fill_(dropped, -torch.inf)
-    maximum = all_reduce_max(buffer.amax(1, keepdim=True), plan.group)
+    maximum = all_reduce_max_of_shards(buffer.amax(1, keepdim=True), logits, owned, plan.group)
     buffer.sub_(maximum)
     target_logit = buffer.gather(1, column).masked_fill_(~owned, 0.0)
     total = buffer.exp_().sum(1, keepdim=True)
@@ -194,8 +197,8 @@ def _entropy_gradient(
     p: torch.Tensor, logits: torch.Tensor, mean_logit: torch.Tensor, upstream: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """upstream p_j (sum p x - x_j) / temperature in a new buffer; `upstream` [n, 1]."""
-    difference = _finite_logits(logits, temperature).sub_(mean_logit[:, None])
-    return difference.mul_(p).mul_(upstream / -temperature)
+    difference = _load_(_whole_buffer(logits), logits, temperature).sub_(mean_logit[:, None])
+    return difference.clamp_min_(_LOWEST).mul_(p).mul_(upstream / -temperature)
 
 
 def _whole_buffer(logits: torch.Tensor) -> torch.Tensor:
@@ -211,7 +214,7 @@ def _load_(buffer: torch.Tensor, logits: torch.Tensor, temperature: float) -> to
 
 def _finite_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """A float32 copy of logits / temperature with the lowest number for minus infinity: p = 0 times that is 0."""
-    return _load_(_whole_buffer(logits), logits, temperature).clamp_min_(torch.finfo(torch.float32).min)
+    return _load_(_whole_buffer(logits), logits, temperature).clamp_min_(_LOWEST)
 
 
-KERNEL = Kernel("fused", run, Contract(inaccurate_on=frozenset({"confident_wrong", "offset"})))
+KERNEL = Kernel("fused", run, Contract(inaccurate_on=frozenset({"confident_wrong", "offset"}), overflows=True))

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from runners.kernels.arguments import check_arguments
 from runners.kernels.contract import Contract, Kernel
 from runners.kernels.row_chunks import row_chunks
-from runners.kernels.vocab_parallel import all_reduce_max, all_reduce_sum, dropped_ids, locate_targets
+from runners.kernels.vocab_parallel import (
+    all_reduce_max,
+    all_reduce_max_of_shards,
+    all_reduce_sum,
+    dropped_ids,
+    locate_targets,
+)
 
 
 def run(
@@ -83,8 +89,8 @@ class _CrossEntropy(torch.autograd.Function):
         rounded: bool,
     ) -> torch.Tensor:
         softmax = _copy(logits, temperature)
-        softmax.sub_(all_reduce_max(softmax.amax(1, keepdim=True), group))
         column, owned = locate_targets(targets, softmax.shape[1], group)
+        softmax.sub_(all_reduce_max_of_shards(softmax.amax(1, keepdim=True), logits, owned, group))
         target_logit = softmax.gather(1, column).masked_fill_(~owned, 0.0)
         total = softmax.exp_().sum(1, keepdim=True)
         target_logit, total = all_reduce_sum(torch.cat((target_logit, total), 1), group).unbind(1)
@@ -132,7 +138,9 @@ def _copy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 _INACCURATE_ON = frozenset({"confident_wrong", "offset"})
-KERNEL = Kernel("legacy", run, Contract(gradient_on_cuda="bfloat16", inaccurate_on=_INACCURATE_ON))
+KERNEL = Kernel("legacy", run, Contract(gradient_on_cuda="bfloat16", inaccurate_on=_INACCURATE_ON, overflows=True))
 KERNEL_BF16 = Kernel(
-    "legacy_bf16", partial(run, round_gradient=True), Contract(gradient="bfloat16", inaccurate_on=_INACCURATE_ON)
+    "legacy_bf16",
+    partial(run, round_gradient=True),
+    Contract(gradient="bfloat16", inaccurate_on=_INACCURATE_ON, overflows=True),
 )

@@ -105,6 +105,6 @@ def _lone_group() -> Any:
 KERNEL = Kernel(
     "megatron_fused",
     run,
-    Contract(gradient="bfloat16", inaccurate_on=frozenset({"confident_wrong", "offset"})),
+    Contract(gradient="bfloat16", inaccurate_on=frozenset({"confident_wrong", "offset"}), overflows=True),
     missing=missing_package(),
 )

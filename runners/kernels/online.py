@@ -137,7 +137,7 @@ def _sums(
     if kept is not None and keep_mask is not None:
         kept = add_target(kept, target_logit, owned & ~keep_mask.gather(1, column[:, None])[:, 0])
     shards = [merge(pieces, plan.temperature) for pieces in (kept, whole) if pieces is not None]
-    return merge_ranks(shards, target_logit, owned, plan.temperature, plan.group)
+    return merge_ranks(shards, logits, target_logit, owned, plan.temperature, plan.group)
 
 
 def _tiles(logits: torch.Tensor) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from runners.kernels.vocab_parallel import all_reduce_max, all_reduce_sum
+from runners.kernels.vocab_parallel import all_reduce_max_of_shards, all_reduce_sum
 
 # The least maximum: beneath it minus infinity stays minus infinity and never becomes NaN.
 LOWEST = torch.finfo(torch.float32).min
@@ -84,6 +84,7 @@ def add_target(pieces: Sums, target_logit: torch.Tensor, is_missing: torch.Tenso
 
 def merge_ranks(
     shards: list[Sums],
+    logits: torch.Tensor,
     target_logit: torch.Tensor,
     owned: torch.Tensor,
     temperature: float,
@@ -91,9 +92,10 @@ def merge_ranks(
 ) -> tuple[list[Sums], torch.Tensor]:
     """The sums [N] over the whole vocabulary, and the target's t beneath the first's maximum, by two collectives.
 
-    `target_logit` [N] counts where `owned` [N] bool says that this rank has the target's column.
+    `logits` is this rank's shard; `target_logit` [N] counts where `owned` [N] bool says that this rank has the
+    target's column.
     """
-    maxima = all_reduce_max(torch.stack([shard.maximum for shard in shards]), group)
+    maxima = all_reduce_max_of_shards(torch.stack([shard.maximum for shard in shards]), logits, owned, group)
     beneath = [_beneath(shard, maximum, temperature) for shard, maximum in zip(shards, maxima, strict=True)]
     target = torch.where(owned, (target_logit - maxima[0]) / temperature, 0.0)
     parts = [part for pair in beneath for part in pair if part is not None]

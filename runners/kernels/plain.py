@@ -1,7 +1,7 @@
 """The kernels that leave differentiation to autograd: `eager`, `peer` and `reference`, on the whole vocabulary.
 
-`eager` is log_softmax and gather; `peer`, which precisions are compared with, is the logsumexp form in float32, and
-`reference` the same in float64. None is tensor-parallel. The oracle is another thing: runners.kernels.reference.
+`eager` is log_softmax and gather, and `reference` the same in float64; `peer`, which precisions are compared with, is
+the logsumexp form in float32. None is tensor-parallel. The oracle is another thing: runners.kernels.reference.
 """
 
 from collections.abc import Callable
@@ -94,12 +94,12 @@ EAGER = _kernel(
     "eager",
     partial(torch.log_softmax, dim=1),
     torch.float32,
-    Contract(tensor_parallel=False, inaccurate_on=frozenset({"confident_wrong"}), widened_gates=8.0),
+    Contract(tensor_parallel=False, inaccurate_on=frozenset({"confident_wrong"}), overflows=True, widened_gates=8.0),
 )
 PEER = _kernel(
     "peer",
     _subtract_logsumexp,
     torch.float32,
-    Contract(tensor_parallel=False, inaccurate_on=frozenset({"confident_wrong", "offset"})),
+    Contract(tensor_parallel=False, inaccurate_on=frozenset({"confident_wrong", "offset"}), overflows=True),
 )
-REFERENCE = _kernel("reference", _subtract_logsumexp, torch.float64, Contract(tensor_parallel=False))
+REFERENCE = _kernel("reference", partial(torch.log_softmax, dim=1), torch.float64, Contract(tensor_parallel=False))

@@ -115,14 +115,16 @@ def test_every_rank_of_a_group_gives_the_same_bits(
 
 
 @pytest.mark.parametrize(("tensor_parallel", "combination"), CASES)
-def test_two_collectives_carry_16_bytes_a_row_and_24_under_a_mask(
+def test_two_collectives_carry_16_bytes_a_row_or_24_under_a_mask_and_28_more(
     tensor_parallel: int, combination: Any, every_rank: list[dict[Any, Results]]
 ) -> None:
-    """One maximum a softmax; then the target's logit, a sum a softmax and the entropy's weighted sum."""
+    """One maximum a softmax, and what the ranks compare; then the target's logit, a sum a softmax and the entropy's
+    weighted sum.
+    """
     softmaxes = 2 if combination.keep_mask and combination.mode != "off" else 1
     sums = 1 + softmaxes + (combination.mode != "off")
-    expected = [("RedOpType.MAX", 4 * softmaxes), ("RedOpType.SUM", 4 * sums)] if combination.tokens else []
+    expected = [("RedOpType.MAX", 4 * softmaxes, 28), ("RedOpType.SUM", 4 * sums, 0)] if combination.tokens else []
     for results in every_rank:
         assert results[tensor_parallel, combination]["collectives"] == [
-            (operation, row_bytes * combination.tokens) for operation, row_bytes in expected
+            (operation, row_bytes * combination.tokens + call_bytes) for operation, row_bytes, call_bytes in expected
         ]

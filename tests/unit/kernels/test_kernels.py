@@ -11,6 +11,7 @@ import torch.distributed as dist
 from runners.kernels import megatron
 from runners.kernels.contract import Kernel
 from runners.kernels.inputs import Distribution, Inputs, digest, make_inputs
+from runners.kernels.reference import reference
 from runners.kernels.registry import KERNELS, kernel
 
 RUNNABLE = [pytest.param(known, id=known.name) for known in KERNELS if known.missing is None]
@@ -223,6 +224,80 @@ def test_a_second_backward_knows_its_own_dead_rows(name: str) -> None:
     assert (gradient[1] != 0).any()
 
 
+@every_kernel
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_changed_before_backward_are_a_loud_error_or_change_nothing(subject: Kernel, entropy: bool) -> None:
+    inputs = make_inputs(tokens=5, vocabulary=40, keep_mask=True)
+    expected = run(subject, inputs, entropy=entropy).gradient
+    leaf = inputs.logits.clone().requires_grad_()
+    logits = leaf * 1.0
+    log_prob, entropies = subject.run(logits, inputs.targets, keep_mask=inputs.keep_mask)
+    assert entropies is not None
+    loss = (log_prob * inputs.upstream_log_prob).sum()
+    if entropy:
+        loss = loss + (entropies * inputs.upstream_entropy).sum()
+    logits.detach().fill_(7.0)
+    try:
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017 -- one of two right answers
+    else:
+        assert torch.equal(gradient, expected)
+
+
+EXTREMES = [
+    [3.4e38, -3.4e38, 0.0],
+    [3.4e38, 3.4e38, -3.4e38],
+    [-3.4e38, -3.4e38, -3.4e38],
+    [0.0, -3.4e38, 1.0],
+]
+
+
+def extreme(row: list[float]) -> Inputs:
+    """The row once for each target."""
+    return Inputs(torch.tensor([row]).expand(3, 3).clone(), torch.arange(3), None, torch.ones(3), torch.ones(3))
+
+
+@pytest.mark.parametrize("subject", [param for param in RUNNABLE if not param.values[0].contract.overflows])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("row", EXTREMES, ids=str)
+def test_the_greatest_finite_logits_give_the_oracles_results(
+    subject: Kernel, row: list[float], temperature: float
+) -> None:
+    inputs = extreme(row)
+    log_prob, entropy = reference_results(inputs, temperature)[:2]
+    outputs = run(subject, inputs, temperature=temperature)
+    assert outputs.entropy is not None
+    torch.testing.assert_close(outputs.log_prob, log_prob, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outputs.entropy, entropy, rtol=1e-6, atol=1e-6)
+    for number, name in ((2, "log_prob"), (3, "entropy")):
+        alone = run(subject, inputs, temperature=temperature, log_prob=number == 2, entropy=number == 3).gradient
+        expected = reference_results(inputs, temperature)[number]
+        torch.testing.assert_close(alone, expected, rtol=1e-6, atol=1e-6, msg=f"gradient of {name}")
+
+
+def reference_results(inputs: Inputs, temperature: float) -> tuple[torch.Tensor, ...]:
+    """The oracle's log-prob, entropy and both gradients, rounded to float32."""
+    oracle = reference(
+        inputs.logits,
+        inputs.targets,
+        upstream_log_prob=inputs.upstream_log_prob,
+        upstream_entropy=inputs.upstream_entropy,
+        temperature=temperature,
+    )
+    return oracle.log_prob.float(), oracle.entropy.float(), oracle.g_log_prob.float(), oracle.g_entropy.float()
+
+
+@pytest.mark.parametrize("subject", [param for param in RUNNABLE if param.values[0].contract.overflows])
+def test_a_kernel_whose_contract_says_so_overflows(subject: Kernel) -> None:
+    results = [run(subject, extreme(row), temperature=0.5) for row in EXTREMES]
+    assert any(torch.isnan(result.log_prob).any() or torch.isnan(result.gradient).any() for result in results)
+
+
+def test_the_gradient_of_fused_is_finite_where_only_differences_overflow() -> None:
+    assert torch.isfinite(run(kernel("fused"), extreme(EXTREMES[0])).gradient).all()
+
+
 @pytest.mark.parametrize("subject", KEEPS_DEAD_ROWS)
 def test_a_row_with_one_upstream_only_keeps_its_gradient(subject: Kernel) -> None:
     inputs = make_inputs(tokens=2, vocabulary=9)
@@ -250,15 +325,27 @@ def test_no_group_means_no_collective(subject: Kernel, monkeypatch: pytest.Monke
     run(subject, make_inputs(tokens=3, vocabulary=4, keep_mask=True))
 
 
-def _wrong_arguments() -> Iterator[Any]:
+class _TwoRanks:
+    """As much of a group as an argument check reads."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
+def _wrong_values() -> Iterator[Any]:
     logits, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     for label, match, call in (
         ("dimensions", r"logits has shape \(3,\)", {"logits": torch.zeros(3)}),
         ("no columns", r"logits has shape \(3, 0\)", {"logits": torch.zeros(3, 0)}),
-        ("integers", "logits is torch.int64", {"logits": torch.zeros(3, 4, dtype=torch.int64)}),
+        ("integers", "logits is torch.int64: it must be one of", {"logits": torch.zeros(3, 4, dtype=torch.int64)}),
+        ("doubles", "logits is torch.float64: it must be one of", {"logits": torch.zeros(3, 4, dtype=torch.float64)}),
         ("too few targets", r"targets has shape \(2,\): it must be \[3\]", {"targets": targets[:2]}),
         ("column of targets", r"targets has shape \(3, 1\)", {"targets": targets[:, None]}),
-        ("int32 targets", "targets is torch.int32", {"targets": targets.int()}),
+        ("int32 targets", "targets is torch.int32: it must be torch.int64", {"targets": targets.int()}),
+        ("float targets", "targets is torch.float32: it must be torch.int64", {"targets": targets.float()}),
         (
             "ignored target",
             "ids from -100 to 0: they must be in 0 .. 3",
@@ -266,26 +353,59 @@ def _wrong_arguments() -> Iterator[Any]:
         ),
         ("padded target", "ids from 0 to 4", {"targets": targets + targets.new([0, 4, 0])}),
         ("mask shape", r"keep_mask has shape \(3, 5\)", {"keep_mask": torch.ones(3, 5, dtype=torch.bool)}),
-        ("mask dtype", "keep_mask is torch.float32", {"keep_mask": torch.ones(3, 4)}),
-        ("chunk size", "chunk_size is 0", {"chunk_size": 0}),
-        ("temperature", "temperature is 0.0", {"temperature": 0.0}),
-        ("NaN temperature", "temperature is nan", {"temperature": float("nan")}),
+        ("mask of rows", r"keep_mask has shape \(3,\)", {"keep_mask": torch.ones(3, dtype=torch.bool)}),
+        ("mask dtype", "keep_mask is torch.float32: it must be torch.bool", {"keep_mask": torch.ones(3, 4)}),
+        ("chunk size", "chunk_size is 0: it must be a whole number of rows, at least 1, or None", {"chunk_size": 0}),
+        ("negative chunk size", "chunk_size is -1: ", {"chunk_size": -1}),
+        ("temperature", "temperature is 0.0: it must be a number, finite and above 0", {"temperature": 0.0}),
+        ("negative temperature", "temperature is -0.5: ", {"temperature": -0.5}),
+        ("NaN temperature", "temperature is nan: ", {"temperature": float("nan")}),
+        ("infinite temperature", "temperature is inf: ", {"temperature": float("inf")}),
     ):
         yield pytest.param(match, {"logits": logits, "targets": targets} | call, id=label)
 
 
+def _wrong_types() -> Iterator[Any]:
+    logits, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    for match, call in (
+        ("logits is a list: it must be a tensor", {"logits": logits.tolist()}),
+        ("targets is a list: it must be a tensor", {"targets": targets.tolist()}),
+        ("keep_mask is a list: it must be a tensor or None", {"keep_mask": logits.bool().tolist()}),
+        ("chunk_size is 1.5: it must be a whole number of rows", {"chunk_size": 1.5}),
+        ("chunk_size is True: it must be a whole number of rows", {"chunk_size": True}),
+        ("chunk_size is '2': it must be a whole number of rows", {"chunk_size": "2"}),
+        ("temperature is True: it must be a number", {"temperature": True}),
+        ("temperature is '1': it must be a number", {"temperature": "1"}),
+        ("temperature is None: it must be a number", {"temperature": None}),
+        (r"temperature is tensor\(1.\): it must be a number", {"temperature": torch.tensor(1.0)}),
+    ):
+        yield pytest.param(match, {"logits": logits, "targets": targets} | call, id=match.partition(":")[0])
+
+
 @every_kernel
-@pytest.mark.parametrize(("match", "call"), list(_wrong_arguments()))
+@pytest.mark.parametrize(("match", "call"), list(_wrong_values()))
 def test_a_wrong_argument_is_named(subject: Kernel, match: str, call: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=match):
         subject.run(**call)
 
 
-class _TwoRanks:
-    """As much of a group as an argument check reads."""
+@every_kernel
+@pytest.mark.parametrize(("match", "call"), list(_wrong_types()))
+def test_an_argument_of_a_wrong_type_is_named(subject: Kernel, match: str, call: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=match):
+        subject.run(**call)
 
-    def size(self) -> int:
-        return 2
+
+VOCAB_PARALLEL = [
+    pytest.param(known, id=known.name) for known in KERNELS if known.missing is None and known.contract.tensor_parallel
+]
+
+
+@pytest.mark.parametrize("subject", VOCAB_PARALLEL)
+def test_a_target_beyond_every_rank_is_named(subject: Kernel) -> None:
+    group: Any = _TwoRanks()
+    with pytest.raises(ValueError, match=r"targets holds ids from 8 to 8: they must be in 0 \.\. 7"):
+        subject.run(torch.zeros(1, 4), torch.tensor([8]), group=group)
 
 
 @pytest.mark.parametrize("name", ["eager", "peer", "reference"])
