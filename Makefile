@@ -12,6 +12,8 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SETUP := $(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 STAMP := .venv/.installed-$(SETUP)
+# Beside it the tests want Triton, 200 MB, whose interpreter and compiler need no GPU. A torch for CUDA brought its own.
+TESTED := .venv/.installed-for-tests-$(SETUP)
 
 .PHONY: setup demo test lint clean
 
@@ -23,6 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	rm -f .venv/.installed-* && touch $@
 
+$(TESTED): $(STAMP)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --constraint constraints.txt --editable '.[triton]'
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/ulpwatch demo
 
@@ -32,7 +38,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+test: lint $(TESTED)
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 clean:

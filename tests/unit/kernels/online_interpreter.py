@@ -48,6 +48,8 @@ COMBINATIONS = [
     Combination("spread", "float32", True, "gradient", overwrite_logits=True),
     Combination("spread", "float32", False, "gradient", layout="empty"),
     Combination("spread", "float32", False, "gradient", layout="dead row of NaN"),
+    Combination("spread", "float32", False, "gradient", 0.7, layout="greatest logits"),
+    Combination("spread", "float32", True, "gradient", 0.7, layout="greatest logits"),
 ]
 
 
@@ -65,6 +67,9 @@ def combination_inputs(combination: Combination) -> Inputs:
         assert inputs.upstream_log_prob[0] == 0
         assert inputs.upstream_entropy[0] == 0
         inputs.logits[0] = torch.nan
+    if combination.layout == "greatest logits":
+        inputs.logits[1:] = torch.finfo(torch.float32).min
+        inputs.logits.scatter_(1, inputs.targets[:, None], torch.finfo(torch.float32).max)
     return inputs
 
 
