@@ -1,10 +1,8 @@
-"""The baseline `megatron_fused`: the fused cross-entropy of the real megatron-core, with a separate entropy beside it.
+"""The baselines `megatron_fused` and `megatron_unfused`: the two cross-entropies of the real megatron-core.
 
-megatron-core is imported on the first call. What it does wrong is left as it is: its gradient is bfloat16 on every
-device, and NaN logits reach the gradient of rows without an upstream one.
+The fused one's gradient is bfloat16 on every device. NaN logits reach the gradient of rows without an upstream one.
 """
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,74 +13,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runners.kernels.arguments import check_arguments
-from runners.kernels.contract import Contract, Kernel
-from runners.kernels.legacy import vocab_parallel_entropy
-from runners.kernels.row_chunks import row_chunks
-from runners.kernels.vocab_parallel import dropped_ids, locate_targets
+from runners.kernels.contract import Contract
+from runners.kernels.external import External
+
+_INACCURATE_ON = frozenset({"confident_wrong", "offset"})
 
 
-def run(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    keep_mask: torch.Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    chunk_size: int | None = None,
-    temperature: float = 1.0,
-    with_entropy: bool = True,
-    with_entropy_grad: bool = True,
-    overwrite_logits: bool = False,  # noqa: ARG001 -- megatron-core overwrites its input, which is always a copy
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See contract.LogProbEntropy. Raises ModuleNotFoundError that says what to install."""
-    check_arguments(logits, targets, keep_mask=keep_mask, group=group, chunk_size=chunk_size, temperature=temperature)
-    missing = missing_package()
-    if missing is not None:
-        raise ModuleNotFoundError(missing)
-    log_probs, entropies = [], []
-    for rows in row_chunks(logits.shape[0], chunk_size):
-        mask = None if keep_mask is None else keep_mask[rows]
-        log_probs.append(_log_prob(logits[rows], targets[rows], mask, group, temperature))
-        if with_entropy:
-            entropies.append(vocab_parallel_entropy(logits[rows], group, temperature, with_grad=with_entropy_grad))
-    return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+def _fused_loss(own: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """It wants [sequence, batch, V/TP]."""
+    loss: torch.Tensor = _fused()(own[:, None], targets[:, None], _lone_group() if group is None else group)
+    return loss[:, 0]
 
 
-def missing_package() -> str | None:
-    """What to install before this kernel can run, None where nothing is missing."""
+def _unfused_loss(own: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """It asks megatron-core's parallel state for the group, which is put there for as long as the call takes."""
+    parallel_state, cross_entropy = _unfused()
+    names = {
+        "_TENSOR_MODEL_PARALLEL_GROUP": _lone_group() if group is None else group,
+        "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
+        "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
+    }
+    kept = {name: getattr(parallel_state, name) for name in names}
     try:
-        found = importlib.util.find_spec("megatron.core") is not None
-    except ModuleNotFoundError:
-        found = False
-    if found:
-        return None
-    return "megatron_fused needs megatron-core, which is not installed: pip install --no-deps megatron-core==0.16.1"
-
-
-def _log_prob(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    keep_mask: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-    temperature: float,
-) -> torch.Tensor:
-    """Log-prob [n] float32 through megatron-core, which wants [sequence, batch, V/TP], and at least one row."""
-    if logits.shape[0] == 0:
-        return logits.float().sum(1)
-    own = logits.float() / temperature
-    if keep_mask is not None:
-        own = own.masked_fill(dropped_ids(keep_mask, *locate_targets(targets, logits.shape[1], group)), -torch.inf)
-    loss: torch.Tensor = _cross_entropy()(own[:, None], targets[:, None], _lone_group() if group is None else group)
-    return -loss[:, 0]
+        vars(parallel_state).update(names)
+        loss: torch.Tensor = cross_entropy(own[:, None], targets[:, None])
+    finally:
+        vars(parallel_state).update(kept)
+    return loss[:, 0]
 
 
 @cache
-def _cross_entropy() -> Any:
+def _fused() -> Any:
     """Import megatron-core's fused cross-entropy uncompiled: its compile takes 10 to 30 s and changes no result."""
     with warnings.catch_warnings(), _uncompiled():
         warnings.simplefilter("ignore")  # it warns of accelerator packages that a cross-entropy does not use
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy  # noqa: PLC0415
     return fused_vocab_parallel_cross_entropy
+
+
+@cache
+def _unfused() -> tuple[Any, Any]:
+    """megatron-core's parallel state and its unfused cross-entropy."""
+    with warnings.catch_warnings(), _uncompiled():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state  # noqa: PLC0415
+        from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: PLC0415
+    return parallel_state, vocab_parallel_cross_entropy
 
 
 @contextmanager
@@ -102,9 +78,18 @@ def _lone_group() -> Any:
     return dist.ProcessGroupGloo(torch._C._distributed_c10d.HashStore(), 0, 1, timedelta(minutes=1))
 
 
-KERNEL = Kernel(
+_REQUIREMENT = "--no-deps megatron-core==0.16.1"
+FUSED = External(
     "megatron_fused",
-    run,
-    Contract(gradient="bfloat16", inaccurate_on=frozenset({"confident_wrong", "offset"}), overflows=True),
-    missing=missing_package(),
+    "megatron.core",
+    _REQUIREMENT,
+    _fused_loss,
+    Contract(gradient="bfloat16", inaccurate_on=_INACCURATE_ON, overflows=True),
+)
+UNFUSED = External(
+    "megatron_unfused",
+    "megatron.core",
+    _REQUIREMENT,
+    _unfused_loss,
+    Contract(inaccurate_on=_INACCURATE_ON, overflows=True),
 )

@@ -1,4 +1,4 @@
-"""The kernels that leave differentiation to autograd: `eager`, `peer` and `reference`, on the whole vocabulary.
+"""Kernels that leave differentiation to autograd: `eager`, `peer` and `reference`, on the whole vocabulary.
 
 `eager` is log_softmax and gather, and `reference` the same in float64; `peer`, which precisions are compared with, is
 the logsumexp form in float32. None is tensor-parallel. The oracle is another thing: runners.kernels.reference.
@@ -6,6 +6,7 @@ the logsumexp form in float32. None is tensor-parallel. The oracle is another th
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,23 @@ from runners.kernels.row_chunks import row_chunks
 from runners.kernels.vocab_parallel import dropped_ids, locate_targets
 
 
-def _run(
+class Rows(Protocol):
+    """Log-prob [n] and entropy [n] or None of some rows x [n, V] in float32; `dropped` are the ids outside the mask.
+
+    `temperature` is None for 1, `entropy` differentiable, a value or not wanted.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        dropped: torch.Tensor | None,
+        temperature: float | None,
+        entropy: Literal["off", "value", "gradient"],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
+def run(
     logits: torch.Tensor,
     targets: torch.Tensor,
     *,
@@ -28,28 +45,48 @@ def _run(
     with_entropy_grad: bool = True,
     overwrite_logits: bool = False,  # noqa: ARG001 -- a permission that these kernels have no use for
     name: str,
-    log_softmax: Callable[[torch.Tensor], torch.Tensor],
-    dtype: torch.dtype,
+    rows_of: Rows,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See contract.LogProbEntropy; computed in `dtype`, given in float32."""
+    """See contract.LogProbEntropy; by `rows_of`, a chunk at a time."""
     check_arguments(logits, targets, keep_mask=keep_mask, group=group, chunk_size=chunk_size, temperature=temperature)
     check_whole_vocabulary(name, group)
     # A view, so that a hook on it sees this call's gradient and no other.
     x = logits.view_as(logits)
     dropped = None if keep_mask is None else dropped_ids(keep_mask, *locate_targets(targets, logits.shape[1], None))
+    mode: Literal["off", "value", "gradient"]
+    mode = "off" if not with_entropy else "gradient" if with_entropy_grad else "value"
     log_probs, entropies = [], []
     for rows in row_chunks(logits.shape[0], chunk_size):
-        scaled = x[rows].to(dtype) if temperature == 1.0 else x[rows].to(dtype) / temperature
-        log_p = log_softmax(scaled if dropped is None else scaled.masked_fill(dropped[rows], -torch.inf))
-        log_probs.append(log_p.gather(1, targets[rows, None])[:, 0])
-        if with_entropy:
-            with torch.set_grad_enabled(with_entropy_grad and torch.is_grad_enabled()):
-                entropies.append(_entropy(log_p if dropped is None else log_softmax(scaled)))
-    log_prob = torch.cat(log_probs).float()
-    entropy = torch.cat(entropies).float() if with_entropy else None
+        mask = None if dropped is None else dropped[rows]
+        log_prob, entropy = rows_of(x[rows], targets[rows], mask, None if temperature == 1.0 else temperature, mode)
+        log_probs.append(log_prob)
+        if entropy is not None:
+            entropies.append(entropy)
+    log_prob = torch.cat(log_probs)
+    entropy = torch.cat(entropies) if with_entropy else None
     if log_prob.requires_grad:
         _zero_dead_rows(x, log_prob, entropy)
     return log_prob, entropy
+
+
+def rows_by(
+    x: torch.Tensor,
+    targets: torch.Tensor,
+    dropped: torch.Tensor | None,
+    temperature: float | torch.Tensor | None,
+    entropy: Literal["off", "value", "gradient"],
+    *,
+    log_softmax: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See Rows; computed in `dtype`."""
+    scaled = x.to(dtype) if temperature is None else x.to(dtype) / temperature
+    log_p = log_softmax(scaled if dropped is None else scaled.masked_fill(dropped, -torch.inf))
+    log_prob = log_p.gather(1, targets[:, None])[:, 0].float()
+    if entropy == "off":
+        return log_prob, None
+    whole = log_p if dropped is None else log_softmax(scaled if entropy == "gradient" else scaled.detach())
+    return log_prob, _entropy(whole if entropy == "gradient" else whole.detach()).float()
 
 
 def _entropy(log_p: torch.Tensor) -> torch.Tensor:
@@ -85,15 +122,17 @@ def _subtract_logsumexp(x: torch.Tensor) -> torch.Tensor:
 def _kernel(
     name: str, log_softmax: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, contract: Contract
 ) -> Kernel:
-    return Kernel(name, partial(_run, name=name, log_softmax=log_softmax, dtype=dtype), contract)
+    return Kernel(
+        name, partial(run, name=name, rows_of=partial(rows_by, log_softmax=log_softmax, dtype=dtype)), contract
+    )
 
 
 # CPU log_softmax is several times worse than logsumexp on large vocabularies, and worst, in the log-prob too, where one
 # id outweighs all the others: it adds them to it one by one.
-EAGER = _kernel(
+EAGER_ROWS = partial(rows_by, log_softmax=partial(torch.log_softmax, dim=1), dtype=torch.float32)
+EAGER = Kernel(
     "eager",
-    partial(torch.log_softmax, dim=1),
-    torch.float32,
+    partial(run, name="eager", rows_of=EAGER_ROWS),
     Contract(tensor_parallel=False, inaccurate_on=frozenset({"confident_wrong"}), overflows=True, widened_gates=8.0),
 )
 PEER = _kernel(

@@ -1,6 +1,6 @@
 """The table of contents of the kernels: every one by name, with its contract. Nothing registers itself."""
 
-from runners.kernels import fused, legacy, megatron, online, plain
+from runners.kernels import compiled, cut_cross_entropy, fused, legacy, liger, megatron, online, plain
 from runners.kernels.contract import Kernel
 
 KERNELS: tuple[Kernel, ...] = (
@@ -8,8 +8,12 @@ KERNELS: tuple[Kernel, ...] = (
     legacy.KERNEL,
     legacy.KERNEL_BF16,
     online.KERNEL,
-    megatron.KERNEL,
+    megatron.FUSED.kernel(),
+    megatron.UNFUSED.kernel(),
+    liger.LIGER.kernel(),
+    cut_cross_entropy.CUT_CROSS_ENTROPY.kernel(),
     plain.EAGER,
+    compiled.KERNEL,
     plain.PEER,
     plain.REFERENCE,
 )

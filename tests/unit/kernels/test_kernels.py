@@ -8,17 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runners.kernels import megatron
 from runners.kernels.contract import Kernel
 from runners.kernels.inputs import Distribution, Inputs, digest, make_inputs
 from runners.kernels.reference import reference
 from runners.kernels.registry import KERNELS, kernel
 
-RUNNABLE = [pytest.param(known, id=known.name) for known in KERNELS if known.missing is None]
-# megatron-core's cross-entropy multiplies NaN by zero.
-KEEPS_DEAD_ROWS = [
-    pytest.param(known, id=known.name) for known in KERNELS if known.missing is None and known.name != "megatron_fused"
+# Kernels that compile for seconds have tests of their own: test_compiled.py, test_external.py.
+COMPILING = {"compiled", "cut_cross_entropy"}
+RUNNABLE = [
+    pytest.param(known, id=known.name) for known in KERNELS if known.missing is None and known.name not in COMPILING
 ]
+# megatron-core's cross-entropies multiply NaN by zero.
+KEEPS_DEAD_ROWS = [param for param in RUNNABLE if not param.id.startswith("megatron")]
 every_kernel = pytest.mark.parametrize("subject", RUNNABLE)
 # Float32 sums in another order.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
@@ -149,6 +150,13 @@ def test_temperature_divides_the_logits(subject: Kernel) -> None:
     warm = run(subject, inputs, temperature=2.0)
     halved = run(subject, dataclasses.replace(inputs, logits=inputs.logits / 2))
     assert close(warm, dataclasses.replace(halved, gradient=halved.gradient / 2))
+
+
+def test_the_float64_kernel_divides_by_a_float64_temperature() -> None:
+    inputs = make_inputs(tokens=64, vocabulary=200)
+    log_prob, entropy = kernel("reference").run(inputs.logits, inputs.targets, temperature=0.7)
+    for found, expected in zip((log_prob, entropy), reference_results(inputs, 0.7)[:2], strict=True):
+        assert torch.equal(found, expected)
 
 
 @every_kernel
@@ -396,9 +404,7 @@ def test_an_argument_of_a_wrong_type_is_named(subject: Kernel, match: str, call:
         subject.run(**call)
 
 
-VOCAB_PARALLEL = [
-    pytest.param(known, id=known.name) for known in KERNELS if known.missing is None and known.contract.tensor_parallel
-]
+VOCAB_PARALLEL = [param for param in RUNNABLE if param.values[0].contract.tensor_parallel]
 
 
 @pytest.mark.parametrize("subject", VOCAB_PARALLEL)
@@ -477,12 +483,3 @@ def test_a_kernel_is_found_by_name_and_an_unknown_name_lists_the_known_ones() ->
     assert {"reference", "fused", "legacy", "eager", "megatron_fused"} <= {known.name for known in KERNELS}
     with pytest.raises(KeyError, match="unknown kernel 'quick'; known are fused, legacy"):
         kernel("quick")
-
-
-def test_megatron_fused_says_what_to_install_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.importlib.util, "find_spec", lambda _: None)
-    missing = megatron.missing_package()
-    assert missing is not None
-    assert "pip install --no-deps megatron-core==0.16.1" in missing
-    with pytest.raises(ModuleNotFoundError, match="megatron-core, which is not installed"):
-        megatron.run(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
