@@ -31,7 +31,7 @@ from runners.checkout import (
 )
 from runners.kernels.faults import Edit
 from runners.process import Ending, Limits, converse
-from runners.suites import SUITES, suite_digest
+from runners.suites import NEEDS_CUDA, SUITES, suite_digest
 from runners.suites import suite as cases_of
 from runners.targets import faults_of, fitting_cases, missing_requirements
 from service.catalogue import BY_NAME
@@ -81,6 +81,8 @@ def measure_commit(
     suite = suite or target.suite
     if faults := faults_of(target):
         raise PlanError(f"target {target.name!r} cannot be measured: {'; '.join(faults)}")
+    if suite in NEEDS_CUDA and device == "cpu" and case_ids is None:
+        raise PlanError(f"suite {suite!r} is for a CUDA device and this is a CPU: choose {', '.join(_cpu_suites())}")
     assignments = _assign(target, suite, kernels, case_ids)
     opened = open_repository(repository, cache=cache, wanted=sha)
     commit = describe(opened, resolve(opened, sha), target.paths)
@@ -225,6 +227,10 @@ def _assign(
     if not chosen:
         raise PlanError(f"none of the chosen cases can be asked of the chosen kernels of target {target.name!r}")
     return chosen
+
+
+def _cpu_suites() -> list[str]:
+    return sorted(SUITES.keys() - NEEDS_CUDA)
 
 
 def _wanted_cases(suite: str, case_ids: Collection[str] | None) -> list[Case]:

@@ -346,6 +346,7 @@ def test_what_cannot_be_planned_is_refused_by_name(repository: Path, commit: Wri
     sha = commit("A kernel", {"loss.py": GOOD})
     for wrong, complaint in (
         ({"suite": "nosuch"}, "unknown suite 'nosuch'"),
+        ({"suite": "huge"}, "suite 'huge' is for a CUDA device and this is a CPU: choose demo, parallel, precision, "),
         ({"kernels": ["nosuch"]}, "no kernel 'nosuch'; it has fused"),
         ({"case_ids": ["nosuch"]}, "no suite has a case 'nosuch'"),
         ({"case_ids": ["n7-v4096-float32-gradient-mask"]}, "none of the chosen cases"),
