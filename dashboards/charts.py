@@ -139,7 +139,7 @@ class _Scale:
         if view.unit == "byte" and view.unit_bytes:
             divisor = float(view.unit_bytes)
             return cls("U", {"zero": _shows_zero(values)}, {}, divisor=divisor)
-        if metric.metric_class is MetricClass.TIMING:
+        if view.unit == "second":
             return cls(None, {"zero": _shows_zero(values)}, {"labelExpr": "format(datum.value, '~s') + 's'"})
         return cls(_UNITS.get(view.unit, f"{view.unit}s"), {"zero": _shows_zero(values)}, {})
 

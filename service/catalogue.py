@@ -92,6 +92,10 @@ def _time(code: int, name: str, title: str) -> Metric:
     return Metric(code, name, "second", title, MetricClass.TIMING, Family.TIME, Rule.INFORMATIONAL)
 
 
+def _ratio(code: int, name: str, title: str, higher_is_better: bool = False) -> Metric:
+    return Metric(code, name, "1", title, MetricClass.TIMING, Family.TIME, Rule.INFORMATIONAL, higher_is_better)
+
+
 def _check(code: int, name: str, title: str) -> Metric:
     return Metric(code, name, "pass", title, MetricClass.CONTRACT, Family.CONTRACT, Rule.CHECK, higher_is_better=True)
 
@@ -197,6 +201,31 @@ _UNGATED: tuple[Metric, ...] = (
     _exact(7, "allocations", "allocation", "allocations, forward + backward", Family.WORK, Rule.COUNT),
     _exact(8, "collectives", "collective", "collectives, forward + backward", Family.COMMUNICATION, Rule.ANY_CHANGE),
     _exact(9, "collective_bytes", "byte", "bytes given to collectives", Family.COMMUNICATION, Rule.BYTES),
+    # Beside them on CUDA: what the caching allocator makes of the requests.
+    _exact(
+        15,
+        "allocated_peak_bytes",
+        "byte",
+        "peak of the allocator's blocks",
+        Family.MEMORY,
+        Rule.INFORMATIONAL,
+    ),
+    _exact(
+        16,
+        "reserved_peak_bytes",
+        "byte",
+        "peak of reserved memory",
+        Family.MEMORY,
+        Rule.INFORMATIONAL,
+    ),
+    _exact(
+        17,
+        "allocation_retries",
+        "retry",
+        "allocations that had to empty the allocator's cache first",
+        Family.MEMORY,
+        Rule.INFORMATIONAL,
+    ),
     # Numeric: against the float64 oracle on the same rounded inputs.
     _error(20, "lp_abs_max", "nat", "worst log-prob error", Rule.ERROR_MAX, "perm_delta_lp", "lp_scale"),
     _error(21, "ent_abs_max", "nat", "worst entropy error", Rule.ERROR_MAX, "perm_delta_ent", "ent_scale"),
@@ -268,6 +297,24 @@ _UNGATED: tuple[Metric, ...] = (
     _time(73, "forward_wall_seconds", "wall time, forward without graph"),
     _time(74, "train_forward_wall_seconds", "wall time, forward with graph"),
     _time(75, "step_wall_seconds", "wall time, forward + backward"),
+    _ratio(76, "step_ratio_to_legacy", "CPU time over the legacy kernel's beside it, forward + backward"),
+    _time(77, "first_call_seconds", "wall time of the first forward + backward, compiling and tuning included"),
+    # On CUDA, by events on the current stream from a cold L2 cache.
+    _time(78, "forward_device_seconds", "device time, forward without graph"),
+    _time(79, "train_forward_device_seconds", "device time, forward with graph"),
+    _time(80, "step_device_seconds", "device time, forward + backward"),
+    _ratio(81, "forward_roofline_share", "least time that memory allows, over the forward's", True),
+    _ratio(82, "step_roofline_share", "least time that memory allows, over the step's", True),
+    _ratio(83, "throttled_share", "samples dropped for throttled clocks"),
+    Metric(
+        84,
+        "compilations",
+        "compilation",
+        "graphs that torch.compile made for the case, the first included",
+        MetricClass.TIMING,
+        Family.TIME,
+        Rule.INFORMATIONAL,
+    ),
     # Contract: 1 passes, 0 fails.
     _check(90, "callable", "the entry can be imported and called"),
     _check(91, "completes", "the case ends in a result: no exception, kill, hang, exit or garbage"),
@@ -295,6 +342,7 @@ _UNGATED: tuple[Metric, ...] = (
     _check(113, "within_budget", "memory lies within the declared budget"),
     _check(120, "tp_invariant", "any number of ranks gives the same result, gradient and gradient norm"),
     _check(121, "collectives_agree", "every rank makes the same collectives, in number, order and bytes"),
+    _check(125, "async_escape", "on CUDA the device's work ends with the current stream's"),
 )
 
 METRICS: tuple[Metric, ...] = tuple(replace(metric, gate=_GATES.get(metric.name, "")) for metric in _UNGATED)

@@ -16,7 +16,7 @@ from runners.instruments.accuracy import Yardstick, numeric_metrics, permuted, y
 from runners.instruments.memory import measure_memory
 from runners.instruments.parallel import Ranks, RanksError, measure_over_ranks
 from runners.instruments.subject import ARGUMENTS, Branches, Options, ResultShapeError, Subject, branches, options
-from runners.instruments.timing import measure_time
+from runners.instruments.timing import compilations, first_call_seconds, measure_time
 from runners.instruments.work import measure_work
 from runners.kernels.inputs import Inputs, digest, make_inputs
 from service.wire import Case, Measurement, Outcome
@@ -121,7 +121,9 @@ def _measure(
     repetitions: int,
     found: _Findings,
 ) -> None:
+    compiled_before = compilations()
     try:
+        first_call = first_call_seconds(subject, inputs, how)
         result = branches(subject, inputs, how)
     except ResultShapeError as error:
         found.values["result_shape"] = [0.0]
@@ -139,6 +141,8 @@ def _measure(
         found.notes["timing"] = f"not stored: {fault}"
         return
     found.values |= measure_time(subject, inputs, how, repetitions=repetitions)
+    found.values["first_call_seconds"] = [first_call]
+    found.values["compilations"] = [float(compilations() - compiled_before)]
 
 
 def _record_numbers(

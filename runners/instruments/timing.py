@@ -1,9 +1,10 @@
-"""Raw time samples of forward and backward, as process CPU time and as wall time. Averages and judges nothing.
+"""Raw time samples on a CPU: process CPU time, wall time, and the ratio to `legacy`. Averages and judges nothing.
 
-On a CPU they are informational: a small shared machine is too noisy to decide by. They are taken interleaved, over
-rotating input sets, with a fresh graph in each repetition.
+A small shared machine is too noisy to decide by time. Samples are taken interleaved, over rotating input sets, with a
+fresh graph in each repetition; the ratio's two times lie side by side. For a CUDA device: cuda_timing.
 """
 
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,11 @@ import torch
 
 from runners.instruments.subject import Options, Subject, collector_off, forward, fresh, step_gradient
 from runners.kernels.inputs import Inputs
+from runners.kernels.registry import kernel
 
-TIMING_CONTRACT = "interleaved-3-sets/1"
+TIMING_CONTRACT = "interleaved-3-sets/2"
 _INPUT_SETS = 3
+_LEGACY = "legacy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +26,46 @@ class _Clocks:
 
 
 def measure_time(subject: Subject, inputs: Inputs, how: Options, *, repetitions: int) -> dict[str, list[float]]:
-    """Seconds, one sample a repetition, by metric: forward without graph, forward with graph, forward + backward.
+    """Samples by metric, one a repetition: seconds of forward without graph, forward with graph, forward + backward,
+    and the last's CPU time over that of the built-in kernel `legacy` on the same inputs in the same repetition.
 
     The backward's time is step minus train forward. The caller has called the subject on these options (warm-up).
     """
     samples: dict[str, list[float]] = {}
     sets = _rotated(inputs)
+    legacy = Subject(_LEGACY, kernel(_LEGACY).run)
     with collector_off():
+        _step(legacy, sets[0], how, {})  # warm-up
         for repetition in range(repetitions):
             mine = sets[repetition % _INPUT_SETS]
             started = _now()
             with torch.no_grad():
                 forward(subject, replace(mine, logits=mine.logits.detach()), how)
             _record(samples, "forward", started, _now())
-            started = _now()
-            outputs = forward(subject, mine, how)
-            _record(samples, "train_forward", started, _now())
-            step_gradient(outputs, mine, how)
-            _record(samples, "step", started, _now())
-            del outputs
+            if repetition % 2:  # whoever comes second finds a warmer cache
+                control_seconds, own_seconds = _step(legacy, mine, how, {}), _step(subject, mine, how, samples)
+            else:
+                own_seconds, control_seconds = _step(subject, mine, how, samples), _step(legacy, mine, how, {})
+            samples.setdefault("step_ratio_to_legacy", []).append(own_seconds / control_seconds)
     return samples
+
+
+def first_call_seconds(subject: Subject, inputs: Inputs, how: Options) -> float:
+    """Wall time of one forward + backward, to the end of its device's work. Called before any other on these inputs it
+    holds what the kernel compiles, tunes and allocates once.
+    """
+    mine = fresh(inputs)
+    started = time.perf_counter()
+    step_gradient(forward(subject, mine, how), mine, how)
+    if mine.logits.is_cuda:
+        torch.cuda.synchronize(mine.logits.device)
+    return time.perf_counter() - started
+
+
+def compilations() -> int:
+    """How many graphs torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not there where nothing was compiled, and slow to import
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _rotated(inputs: Inputs) -> list[Inputs]:
@@ -60,6 +83,17 @@ def _rotated(inputs: Inputs) -> list[Inputs]:
         )
         for shift in range(_INPUT_SETS)
     ]
+
+
+def _step(subject: Subject, inputs: Inputs, how: Options, samples: dict[str, list[float]]) -> float:
+    """Samples of one forward with graph and the backward after it; returns the CPU seconds of both."""
+    started = _now()
+    outputs = forward(subject, inputs, how)
+    _record(samples, "train_forward", started, _now())
+    step_gradient(outputs, inputs, how)
+    ended = _now()
+    _record(samples, "step", started, ended)
+    return ended.cpu - started.cpu
 
 
 def _now() -> _Clocks:
