@@ -29,9 +29,9 @@ class CudaTimer:
         properties = torch.cuda.get_device_properties(device)
         clocks, bandwidth, doubts = None, None, {}
         try:
-            clocks = clocks_of(f"GPU-{properties.uuid}")
-            clocks.are_throttled()
-            bandwidth = clocks.memory_bytes_per_second()
+            found = _clocks(device)
+            found.are_throttled()
+            clocks, bandwidth = found, found.memory_bytes_per_second()
         except ClocksUnknownError as error:
             doubts["clocks"] = f"not watched: {error}"
         cache_bytes = properties.L2_cache_size
@@ -74,8 +74,13 @@ def device_facts(device: torch.device) -> dict[str, JsonValue]:
         "cuda": torch.version.cuda,
     }
     try:
-        facts["driver"] = clocks_of(f"GPU-{properties.uuid}").driver
+        facts["driver"] = _clocks(device).driver
     except ClocksUnknownError as error:
         facts["driver"] = None
         facts["driver_unknown"] = str(error)
     return facts
+
+
+def _clocks(device: torch.device) -> Clocks:
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return clocks_of(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")

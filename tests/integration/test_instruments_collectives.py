@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from runners.instruments.cuda_timing import agreed
 from runners.instruments.subject import Options, Subject
 from runners.instruments.work import measure_work
 from runners.kernels.inputs import make_inputs
@@ -54,3 +55,7 @@ def test_a_vocab_parallel_kernel_communicates_only_where_it_is_given_a_group(gro
     fused = Subject("fused", kernel("fused").run)
     assert measure_work(fused, inputs, Options()).collectives == 0
     assert measure_work(fused, inputs, Options(group=group)).collectives >= 2
+
+
+def test_ranks_agree_on_what_rank_0_says(group: dist.ProcessGroup) -> None:
+    assert agreed((3, 30), group) == (3, 30)
