@@ -17,7 +17,7 @@ from runners.suites import suite, suite_digest
 from service.catalogue import BY_NAME, METRICS, Rule
 from service.wire import Commit, Environment, Measurement, Result, Target, TargetKernel
 
-SUITE = "selftest"
+SUITE, PARALLEL_SUITE = "selftest", "selftest_parallel"
 BASELINE = Fault("A", "baseline", (), required=frozenset())
 CLEAN = Fault("AA", "clean", (), required=frozenset())
 """No faults: the kernel as it is, which must pass when it follows itself."""
@@ -32,7 +32,7 @@ TARGET = Target(
         TargetKernel(
             name=KERNEL,
             entry=f"built_in:{KERNEL}",
-            arguments={"logits": "logits", "targets": "targets"},
+            arguments={"logits": "logits", "targets": "targets", "group": "group"},
             returns=["log_prob", "entropy"],
             contract={"gradient": "float32"},
         )
@@ -42,7 +42,7 @@ TARGET = Target(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A commit and its result for each of `faults`: the baseline and then its children."""
+    """A commit for each of `faults`, the baseline and then its children, and what was measured of them."""
 
     faults: tuple[Fault, ...]
     commits: list[Commit]
@@ -91,20 +91,32 @@ def measure(
     on_progress: Callable[[str], None] = lambda _words: None,
     limits: Limits | None = None,
 ) -> Measured:
-    """Measure the kernel as it is, each fault, and the kernel as it is again. Raises JobError."""
-    cases = suite(SUITE)
+    """Measure the kernel as it is, each fault, and the kernel as it is again. Raises JobError.
+
+    Faults that several ranks are needed for are measured by a suite of their own, and so are the others.
+    """
     measured = (BASELINE, *faults, CLEAN)
-    steps, total = count(1), len(measured) * len(cases)
-    kernels = measure_mutants(
-        KERNEL,
-        [fault.edits for fault in measured],
-        cases,
-        on_progress=lambda words: on_progress(f"{next(steps)} of {total}: {words}"),
-        limits=limits,
-    )
     base = _commit(BASELINE.name, parents=[])
-    commits = [base, *(_commit(fault.name, parents=[base.sha]) for fault in measured[1:])]
-    return Measured(measured, commits, [_result(one, *kernel) for one, kernel in zip(commits, kernels, strict=True)])
+    children = {fault.name: _commit(fault.name, parents=[base.sha]) for fault in (*faults, CLEAN)}
+    commits = {BASELINE.name: base, **children}
+    batches = {
+        name: (BASELINE, *chosen, CLEAN)
+        for name, parallel in ((SUITE, False), (PARALLEL_SUITE, True))
+        if (chosen := [fault for fault in faults if fault.parallel is parallel])
+    }
+    steps = count(1)
+    total = sum(len(batch) * len(suite(name)) for name, batch in batches.items())
+    results = []
+    for name, batch in batches.items():
+        kernels = measure_mutants(
+            KERNEL,
+            [fault.edits for fault in batch],
+            suite(name),
+            on_progress=lambda words: on_progress(f"{next(steps)} of {total}: {words}"),
+            limits=limits,
+        )
+        results += [_result(commits[one.name], name, *kernel) for one, kernel in zip(batch, kernels, strict=True)]
+    return Measured(measured, [commits[fault.name] for fault in measured], results)
 
 
 def _commit(name: str, *, parents: list[str]) -> Commit:
@@ -114,14 +126,14 @@ def _commit(name: str, *, parents: list[str]) -> Commit:
     return Commit(sha=sha, parents=parents, subject=name, committed_at=committed_at)
 
 
-def _result(commit: Commit, environment: Environment, measurements: list[Measurement]) -> Result:
+def _result(commit: Commit, suite_name: str, environment: Environment, measurements: list[Measurement]) -> Result:
     now = datetime.now(UTC)
     return Result(
         attempt=uuid4(),
         target=TARGET.name,
         commit=commit,
-        suite=SUITE,
-        suite_digest=suite_digest(SUITE),
+        suite=suite_name,
+        suite_digest=suite_digest(suite_name),
         environment=environment,
         started_at=now,
         finished_at=now,

@@ -93,6 +93,8 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case(tokens=16, vocabulary=1000, entropy="off", upstream="one_row"),
         Case(tokens=16, vocabulary=1000, dtype="bfloat16", distribution="bf16_exact"),
     ),
+    # The same for the faults that only several ranks have.
+    "selftest_parallel": (Case(tokens=16, vocabulary=1000, tensor_parallel=2),),
     # CPU, some minutes: every distribution at vocabularies of models, log-prob alone and both gradients.
     "precision": tuple(
         Case(tokens=64, vocabulary=v, distribution=distribution, entropy=mode)

@@ -14,13 +14,14 @@ KERNEL = "fused"
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault that is measured. `number` is its place in the project's list; `required` signals must all be seen,
-    and none but these and the `allowed` ones."""
+    and none but these and the `allowed` ones. `parallel` says that several ranks are needed to see it."""
 
     number: str
     name: str
     edits: tuple[Edit, ...]
     required: frozenset[str]
     allowed: frozenset[str] = frozenset()
+    parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +213,61 @@ FAULTS: tuple[Fault, ...] = (
         required=_signals("gradient_defined g_rel_l2_lp g_rel_l2_ent grad_coverage_miss_lp grad_coverage_miss_ent"),
         allowed=_signals(f"{_G_LP} {_G_ENT} {_TARGET} contract precision"),
     ),
+    Fault(
+        "7",
+        "shard_missing_from_the_sum",
+        (
+            (
+                "    total = buffer.exp_().sum(1, keepdim=True)\n",
+                "    total = buffer.exp_().sum(1, keepdim=True)\n"
+                "    if plan.group is not None and plan.group.rank() == 1:\n"
+                "        total.zero_()\n",
+            ),
+        ),
+        required=_signals("tp_invariant lp_abs_max g_rel_l2_lp ent_abs_max g_rel_l2_ent"),
+        allowed=_signals("contract precision work"),
+        parallel=True,
+    ),
+    Fault(
+        "8",
+        "sum_times_ranks",
+        (
+            (
+                "    buffer.div_(both[:, 1:])\n",
+                "    if plan.group is not None:\n"
+                "        both[:, 1].mul_(plan.group.size())\n"
+                "    buffer.div_(both[:, 1:])\n",
+            ),
+        ),
+        required=_signals("tp_invariant lp_abs_max g_rel_l2_lp ent_abs_max g_rel_l2_ent"),
+        allowed=_signals("contract precision work"),
+        parallel=True,
+    ),
+    Fault(
+        "9",
+        "no_gradient_where_the_target_is_not",
+        (("-owned.float()).mul_(upstream", "-owned.float()).mul_(owned).mul_(upstream"),),
+        required=_signals("tp_invariant g_rel_l2_lp g_zero_sum_lp"),
+        allowed=_signals(f"{_G_LP} {_TARGET} within_gates {_WORK}"),
+        parallel=True,
+    ),
+    Fault(
+        "19",
+        "collective_skipped_on_one_rank",
+        (
+            (
+                "    return all_reduce_sum(_finite_logits(logits, plan.temperature).mul_(p).sum(1), plan.group)\n",
+                "    mine = _finite_logits(logits, plan.temperature).mul_(p).sum(1)\n"
+                "    is_second = plan.group is not None and plan.group.rank() == 1\n"
+                "    return mine if is_second else all_reduce_sum(mine, plan.group)\n",
+            ),
+        ),
+        required=_signals("completes"),
+        parallel=True,
+    ),
 )
 
 UNMEASURED: tuple[Unmeasured, ...] = (
-    Unmeasured("7", "one shard missing from the sum", "needs several tensor-parallel ranks"),
-    Unmeasured("8", "sum multiplied by the ranks", "needs several tensor-parallel ranks: with one it changes nothing"),
-    Unmeasured("9", "non-owner shards get no gradient", "needs several tensor-parallel ranks"),
     Unmeasured("12", "32-bit row offset", "needs more than 2^31 elements, and a kernel that does its own addressing"),
     Unmeasured("17", "work on a side stream", "needs a CUDA device"),
-    Unmeasured("19", "a collective skipped on one rank", "needs several tensor-parallel ranks"),
 )
