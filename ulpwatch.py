@@ -35,10 +35,12 @@ token_app = typer.Typer(no_args_is_help=True, help="API tokens.")
 db_app = typer.Typer(no_args_is_help=True, help="The database's tables.")
 target_app = typer.Typer(no_args_is_help=True, help="Targets: repositories under watch.")
 job_app = typer.Typer(no_args_is_help=True, help="Jobs: commits to be measured.")
+finding_app = typer.Typer(no_args_is_help=True, help="Findings: what was found, and what people decide about it.")
 app.add_typer(token_app, name="token")
 app.add_typer(db_app, name="db")
 app.add_typer(target_app, name="target")
 app.add_typer(job_app, name="job")
+app.add_typer(finding_app, name="finding")
 
 UNDECIDED, UNREACHABLE = 2, 3
 GATE_POLL_SECONDS = 300.0  # what one request waits at most; the service caps it too
@@ -303,7 +305,64 @@ def job_add(
         changed = [commit for commit in changing_watched_paths(commits) if commit in wanted]
         for commit in changed:
             client.enqueue(JobRequest(target=loaded.name, commit=commit.sha, device_class=device.value))
-    typer.echo(f"{len(commits)} commits told, {len(changed)} to be measured")
+    typer.echo(f"{_counted(len(commits), 'commit')} told, {len(changed)} to be measured")
+
+
+FindingId = Annotated[
+    int, typer.Argument(min=1, help="The finding's number, as `finding list` and the dashboard show it.")
+]
+Reason = Annotated[str, typer.Option("--reason", help="Why; kept with the finding.")]
+
+
+@finding_app.command("list")
+def finding_list(
+    target: Annotated[str | None, typer.Option("--target", help="Only of this target.")] = None,
+    state: Annotated[list[str] | None, typer.Option("--state", help="Only in this state; repeatable.")] = None,
+) -> None:
+    """Findings, newest first, at most a hundred: number, state, direction, what and where."""
+    from runners.terminal import plain
+
+    with _told_plainly(), _client() as client:
+        query: dict[str, str | list[str]] = {"limit": "100", "state": state or ["open", "acknowledged"]}
+        found = client.get("/findings", query | ({"target": target} if target else {}))["items"]
+    for one in found:
+        typer.echo(plain(f"{one['id']:>6}  {one['state']:<12}  {one['target']}  {one['direction']}: {one['sentence']}"))
+
+
+@finding_app.command("acknowledge")
+def finding_acknowledge(finding: FindingId, reason: Reason) -> None:
+    """Say that somebody looks after it; it stays a regression (admin token, like all decisions)."""
+    _decide(finding, "acknowledge", reason)
+
+
+@finding_app.command("accept")
+def finding_accept(finding: FindingId, reason: Reason) -> None:
+    """Make its values the new baseline, here and where the same content lands."""
+    _decide(finding, "accept", reason)
+
+
+@finding_app.command("dismiss")
+def finding_dismiss(
+    finding: FindingId,
+    reason: Reason,
+    until: Annotated[str | None, typer.Option("--until", help="When it opens again, as 2027-01-31T00:00:00Z.")] = None,
+) -> None:
+    """Say that it is no regression; the baseline stays as it was."""
+    _decide(finding, "dismiss", reason, until)
+
+
+@finding_app.command("reopen")
+def finding_reopen(finding: FindingId, reason: Reason) -> None:
+    """Take a decision back."""
+    _decide(finding, "reopen", reason)
+
+
+def _decide(finding: int, action: str, reason: str, until: str | None = None) -> None:
+    from runners.terminal import plain
+
+    with _told_plainly(), _client() as client:
+        after = client.decide(finding, action, reason, until=until)
+    typer.echo(plain(f"finding {finding} is {after['state']}: {after['sentence']}"))
 
 
 # --- Programs ---------------------------------------------------------------------------------------------------------
@@ -428,6 +487,10 @@ def _in_words(error: "ValidationError") -> str:
     """The first faults of an input, each with its field."""
     faults = error.errors()[:5]
     return "; ".join(": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"]))) for fault in faults)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _abort(message: str) -> Never:

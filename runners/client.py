@@ -115,7 +115,12 @@ class Client:
         seconds = self._request_seconds + wait
         return self._request("GET", f"/targets/{target}/commits/{commit}/verdict", query=query, seconds=seconds).json()
 
-    def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
+    def decide(self, finding: int, action: str, reason: str, *, until: str | None = None) -> Any:
+        """Acknowledge, accept, dismiss or reopen a finding; the finding after it."""
+        body = {"reason": reason, **({"until": until} if until else {})}
+        return self._request("POST", f"/findings/{finding}/{action}", json=body).json()
+
+    def get(self, path: str, query: Mapping[str, str | list[str]] | None = None) -> Any:
         """The JSON of any read route."""
         return self._request("GET", path, query=query).json()
 
@@ -126,7 +131,7 @@ class Client:
         *,
         content: str | bytes | None = None,
         json: Any = None,
-        query: Mapping[str, str] | None = None,
+        query: Mapping[str, str | list[str]] | None = None,
         seconds: float | None = None,
     ) -> httpx.Response:
         headers = {"Content-Type": "application/json"} if content is not None else None
@@ -153,6 +158,7 @@ def _problem(answer: httpx.Response) -> str:
         document = None
     if not isinstance(document, dict):
         return f"HTTP {answer.status_code}: {answer.text[:200]}".rstrip(": ")
-    words = [str(document[key]) for key in ("title", "detail") if document.get(key)]
-    fields = [f"{e.get('field')}: {e.get('message')}" for e in document.get("errors") or [] if isinstance(e, dict)]
-    return f"HTTP {answer.status_code}: " + "; ".join([*words, *fields[:5]])
+    words = str(document.get("detail") or document.get("title") or "")
+    faults = [e for e in document.get("errors") or [] if isinstance(e, dict) and str(e.get("message")) not in words]
+    fields = [f"{e.get('field')}: {e.get('message')}" for e in faults[:5]]
+    return f"HTTP {answer.status_code}: " + "; ".join(filter(None, [words, *fields]))

@@ -292,7 +292,7 @@ def _measure(assignment: Assignment, subject: Subject, host: _Host) -> tuple[Env
     measured: list[Measurement] = []
     rest = assignment.cases
     while True:
-        ranks = rest[0].tensor_parallel
+        ranks = min((case.tensor_parallel for case in rest), default=1)
         batch = [case for case in rest if case.tensor_parallel == ranks]
         others = [case for case in rest if case.tensor_parallel != ranks]
         hearing = Hearing(assignment, batch, host.on_progress)

@@ -216,7 +216,7 @@ def test_submitted_results_are_gated_with_the_right_exit_codes(replayed: Replaye
     told = service.ask("ci", "job", "add", "--target", replayed.target, "--range", span, "--head")
     assert told.stdout == "4 commits told, 2 to be measured\n", told.stderr
     one = service.ask("ci", "job", "add", "--target", replayed.target, "--range", shas[LEGACY])
-    assert one.stdout == "1 commits told, 1 to be measured\n", one.stderr
+    assert one.stdout == "1 commit told, 1 to be measured\n", one.stderr
     for number in (DOCS - 1, LEGACY, FUSED):
         done = service.ask("ci", "submit", replayed.result(number))
         assert done.returncode == 0, done.stderr
@@ -227,6 +227,17 @@ def test_submitted_results_are_gated_with_the_right_exit_codes(replayed: Replaye
     assert (against.returncode, "2.00 U -> 5.00 U" in against.stdout) == (1, True)
     markdown = service.ask("read", *gate, shas[FUSED], "--format", "markdown").stdout
     assert markdown.startswith("## ulpwatch: regress")
+
+    listed = service.ask("read", "finding", "list", "--target", "story").stdout.splitlines()
+    of_lean = [line.split()[0] for line in listed if line.endswith(f"at {shas[LEAN][:7]}")]
+    for number in of_lean:
+        decided = service.ask("admin", "finding", "accept", number, "--reason", "no loss uses one output alone")
+        assert (decided.returncode, f"finding {number} is accepted" in decided.stdout) == (0, True), decided.stderr
+    again = service.ask("admin", "finding", "accept", of_lean[0], "--reason", "twice")
+    assert (again.returncode, "only acknowledged or dismissed or open" in again.stderr) == (2, True)
+    assert service.ask("read", *gate, shas[LEAN]).returncode == 0
+    service.ask("admin", "finding", "reopen", of_lean[0], "--reason", "after all one does")
+    assert service.ask("read", *gate, shas[LEAN]).returncode == 1
 
 
 def test_what_nobody_measured_is_undecided_and_a_wrong_token_never_passes(replayed: Replayed, service: Service) -> None:
