@@ -22,6 +22,7 @@ from service.queries import SeriesView
 
 COMMITS_A_PAGE = 100
 FINDINGS_A_PAGE = 100
+OPEN_FINDINGS_SHOWN = 1000  # above the closed ones; the list of open ones alone has pages
 JOBS_SHOWN = 100
 IMAGE_WIDTH = 960
 LARGEST_ID = 2**31 - 1
@@ -128,14 +129,23 @@ def series_csv(request: Request) -> Response:
 
 
 def findings(request: Request) -> Response:
-    """Findings of all targets or of one, newest first; only the open ones unless `all` is asked for."""
+    """The open findings of all targets or of one, and if `all` is asked for the others below them. A page holds the
+    newest of what it goes through, the most serious first.
+    """
     target = request.query_params.get("target") or None
     every = "all" in request.query_params
-    states = None if every else queries.OPEN_FINDING_STATES
+    before = _whole(request, "before")
+    states = queries.CLOSED_FINDING_STATES if every else queries.OPEN_FINDING_STATES
     with _reading(request) as session:
-        rows = queries.findings(session, target, states, limit=FINDINGS_A_PAGE, before=_whole(request, "before"))
+        rows = queries.findings(session, target, states, limit=FINDINGS_A_PAGE, before=before)
+        opened = (
+            queries.findings(session, target, queries.OPEN_FINDING_STATES, limit=OPEN_FINDINGS_SHOWN)
+            if every and before is None
+            else ()
+        )
     older = rows[-1].id if len(rows) == FINDINGS_A_PAGE else None
-    return page(request, "findings.html", findings=rows, target=target, every=every, older=older)
+    ordered = views.findings_in_order((*opened, *rows))
+    return page(request, "findings.html", findings=ordered, target=target, every=every, older=older)
 
 
 def finding(request: Request) -> Response:

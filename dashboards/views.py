@@ -9,8 +9,8 @@ from itertools import groupby
 from operator import attrgetter
 
 from dashboards.formats import NONE, Quantity, binary_bytes, change, quantity, raw, rule_words, sample, samples_median
-from service.catalogue import BY_NAME, METRICS, Metric, Rule
-from service.queries import Affected, MeasurementRow, Point, SeriesRow, SeriesView
+from service.catalogue import BY_NAME, METRICS, Family, Metric, Rule
+from service.queries import OPEN_FINDING_STATES, Affected, FindingView, MeasurementRow, Point, SeriesRow, SeriesView
 
 MAIN_METRICS = (
     "step_peak_bytes",
@@ -253,6 +253,15 @@ def history_rows(view: SeriesView) -> tuple[HistoryRow, ...]:
             last[point.segment] = middle
         met.add(point.segment)
     return tuple(reversed(rows))
+
+
+def findings_in_order(rows: Sequence[FindingView]) -> tuple[FindingView, ...]:
+    """Open ones first, then by severity, the newest first."""
+    return tuple(sorted(rows, key=_finding_place))
+
+
+def _finding_place(row: FindingView) -> tuple[bool, bool, int, int]:
+    return row.state not in OPEN_FINDING_STATES, row.direction != "regress", Family(row.family).rank, -row.id
 
 
 def choices(series: Sequence[SeriesRow], *, kernel: str, case_id: str) -> Choices:

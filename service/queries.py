@@ -4,7 +4,7 @@ Functions take a session and never write. Summaries are computed here, when read
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -20,6 +20,8 @@ from service.history import Node, topological
 from service.samples import unpack
 
 OPEN_FINDING_STATES = ("open", "acknowledged")
+CLOSED_FINDING_STATES = ("recovered", "accepted", "dismissed", "retracted")
+_NEWEST = 20  # measurements of a series that tell which metrics it has
 _PREFIX_MIN = 7
 _SHA_LENGTH = 40
 
@@ -165,7 +167,8 @@ class SeriesRow:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One commit's raw samples of one metric, in commit order; `segment` changes where values stop being comparable."""
+    """One commit's raw samples of one metric, in commit order; `segment` changes where values stop being comparable.
+    `state` is what the judge found of this metric there, `unchanged` if nothing, None where it does not judge."""
 
     sha: str
     subject: str
@@ -671,28 +674,30 @@ def measurements(session: Session, target: str, sha: str) -> tuple[MeasurementRo
 
 
 def series(session: Session, target: str) -> tuple[SeriesRow, ...]:
-    """A target's series with the metrics of their newest good measurement. NotFound if the target is unknown."""
-    newest = (
-        select(models.Measurement.series_id, func.max(models.Measurement.id).label("id"))
-        .where(models.Measurement.outcome == "ok")
-        .group_by(models.Measurement.series_id)
+    """A target's series with the metrics that any of their newest good measurements has. NotFound if the target is
+    unknown.
+    """
+    of_target = models.Series.target_id == _target_id(session, target)
+    place = func.row_number().over(partition_by=models.Measurement.series_id, order_by=models.Measurement.id.desc())
+    ranked = (
+        select(models.Measurement.series_id, models.Measurement.samples, place.label("place"))
+        .join(models.Series, models.Series.id == models.Measurement.series_id)
+        .where(models.Measurement.outcome == "ok", of_target)
         .subquery()
     )
-    rows = session.execute(
-        select(models.Series.kernel, models.Series.role, models.Series.case_id, models.Measurement.samples)
-        .outerjoin(newest, newest.c.series_id == models.Series.id)
-        .outerjoin(models.Measurement, models.Measurement.id == newest.c.id)
-        .where(models.Series.target_id == _target_id(session, target))
+    metrics: dict[int, set[str]] = {}
+    for row in session.execute(select(ranked).where(ranked.c.place <= _NEWEST)):
+        samples, nonfinite = unpack(row.samples)
+        metrics.setdefault(row.series_id, set()).update(samples, nonfinite)
+    rows = session.scalars(
+        select(models.Series)
+        .where(of_target)
         .order_by(models.Series.role.desc(), models.Series.kernel, models.Series.id)
-    ).all()
-    return tuple(SeriesRow(row.kernel, row.role, row.case_id, _metric_names(row.samples)) for row in rows)
-
-
-def _metric_names(packed: bytes | None) -> tuple[str, ...]:
-    if packed is None:
-        return ()
-    samples, nonfinite = unpack(packed)
-    return tuple(name for name in BY_NAME if name in samples or name in nonfinite)
+    )
+    return tuple(
+        SeriesRow(row.kernel, row.role, row.case_id, tuple(filter(metrics.get(row.id, set()).__contains__, BY_NAME)))
+        for row in rows
+    )
 
 
 def points(session: Session, target: str, kernel: str, case_id: str, metric: str) -> SeriesView:
@@ -708,7 +713,7 @@ def points(session: Session, target: str, kernel: str, case_id: str, metric: str
     if found is None:
         raise NotFound(f"target {target!r} has no series of kernel {kernel!r} on case {case_id!r}")
     rows = session.execute(
-        select(models.Measurement, models.Environment, models.Commit, models.Verdict.state)
+        select(models.Measurement, models.Environment, models.Commit, models.Verdict.document)
         .join(models.Run, models.Run.id == models.Measurement.run_id)
         .join(models.Environment, models.Environment.id == models.Run.environment_id)
         .join(models.Commit, models.Commit.id == models.Run.commit_id)
@@ -717,7 +722,13 @@ def points(session: Session, target: str, kernel: str, case_id: str, metric: str
     ).all()
     place = {sha: index for index, sha in enumerate(commit_order(session, target_id))}
     ordered = sorted(rows, key=lambda row: (place[row.Commit.sha], row.Measurement.id))
-    candidates = (_point(row, metric) for row in ordered)
+    candidates: list[Point] = []
+    met: set[str] = set()
+    for row in ordered:
+        point = _point(row, metric)
+        state = _state_of(found, metric, point, row.document, is_first=point.segment not in met)
+        candidates.append(replace(point, state=state))
+        met.add(point.segment)
     return SeriesView(
         target=target,
         kernel=kernel,
@@ -730,9 +741,32 @@ def points(session: Session, target: str, kernel: str, case_id: str, metric: str
     )
 
 
+def _state_of(
+    series: models.Series, metric: str, point: Point, document: Mapping[str, Any] | None, *, is_first: bool
+) -> str | None:
+    """What a verdict's document says of a point of a series; `is_first` where its segment begins. Where nothing can be
+    compared, one entry stands for all such metrics of the kernel and case; where there is no value, for what ended it.
+    """
+    if document is None:
+        return None
+    here = [
+        item
+        for item in (*document["changes"], *document["undecided"])
+        if (item["kernel"], item["case_id"]) == (series.kernel, series.case_id)
+    ]
+    if not point.samples and not point.nonfinite:
+        return str(here[0]["state"]) if here else "missing"
+    own = [item["state"] for item in here if item["metric"] == metric]
+    shared = [item["state"] for item in here if item["state"] in ("no-baseline", "incomparable")] if is_first else []
+    if own or shared:
+        return str((own or shared)[0])
+    is_judged = series.role == "kernel" and BY_NAME[metric].metric_class is not MetricClass.TIMING
+    return "unchanged" if is_judged else None
+
+
 def _point(row: Row[*tuple[Any, ...]], metric: str) -> Point:
-    samples, nonfinite = unpack(row.Measurement.samples)
     metric_class = BY_NAME[metric].metric_class
+    samples, nonfinite = unpack(row.Measurement.samples)
     return Point(
         sha=row.Commit.sha,
         subject=row.Commit.subject,
@@ -747,7 +781,7 @@ def _point(row: Row[*tuple[Any, ...]], metric: str) -> Point:
             metric_class,
             row.Measurement.inputs_digest,
         ),
-        state=row.state,
+        state=None,
     )
 
 

@@ -4,19 +4,21 @@ import asyncio
 import csv
 import io
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select, update
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
 from dashboards.app import create_app
-from service import ingest, judge
+from service import ingest, job_queue, judge
 from service.db import SessionFactory, reading_session_factory
+from service.models import Finding, Job
 
 GOOD = "ulpw_good"
 SERIES = "/targets/demo/series/fused/n64-v4096-float32-gradient"
@@ -193,6 +195,56 @@ def test_findings_are_listed_and_each_has_its_page(client: Reader, story: Simple
     one = client.get(f"/findings/{number}").text
     assert "What happened to it" in one
     assert "No open finding" in client.get("/findings?target=idle").text
+
+
+def test_a_recovered_finding_says_when_and_stands_below_the_open_ones(
+    client: Reader, story: SimpleNamespace, session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    mended = payloads.commit("mended", ["broken"], minute=4)
+    worse = values(payloads, operations=[48.0])
+    again = payloads.commit("again", ["mended"], minute=5)
+    with session_factory.begin() as session:
+        for number, commit, measured in (("7", mended, None), ("8", again, worse)):
+            rows = [payloads.measurement(values=measured or payloads.values)]
+            ingest.ingest(session, payloads.result(commit, rows), body_digest=number * 64, posted_by="test")
+    judge.judge_pending(session_factory)
+    text = client.get("/findings?all=1").text
+    items = text.split("<li>")[1:]
+    assert ["recovered at" in item for item in items] == [False, True, True]
+    assert f">{again.sha[:7]}<" in items[0]
+    assert 'recovered at <time class="nowrap" datetime="20' in items[1]
+    assert client.get("/findings").text.count("<li>") == 1
+    number = items[1].partition('href="/findings/')[2].partition('"')[0]
+    assert "recovered at <time" in client.get(f"/findings/{number}").text
+
+
+def test_closed_findings_have_pages_of_their_own(
+    client: Reader, story: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, session_factory: SessionFactory
+) -> None:
+    with session_factory.begin() as session:
+        first, second = session.scalars(select(Finding.id).order_by(Finding.id)).all()
+        session.execute(update(Finding).values(state="dismissed"))
+    monkeypatch.setattr("dashboards.routes.FINDINGS_A_PAGE", 1)
+    newest = client.get("/findings?all=1").text
+    assert (f"/findings/{second}" in newest, f"/findings/{first}" in newest) == (True, False)
+    assert f"?before={second}&amp;all=1" in newest or f"?before={second}&all=1" in newest
+    assert f"/findings/{first}" in client.get(f"/findings?before={second}&all=1").text
+
+
+def test_only_a_job_that_runs_shows_its_progress(
+    client: Reader, story: SimpleNamespace, session_factory: SessionFactory
+) -> None:
+    with session_factory.begin() as session:
+        queued = job_queue.enqueue(session, target="demo", commit=story.base)
+        lease = {"state": "leased", "lease_expires_at": datetime.now(UTC), "progress": "case 3 of 9"}
+        session.execute(update(Job).where(Job.id == queued.id).values(**lease, failure="no network"))
+    text = client.get("/runners").text
+    assert ("case 3 of 9" in text, "no network" in text) == (True, False)
+    with session_factory.begin() as session:
+        ended = {"state": "failed", "lease_expires_at": None, "open_key": None}
+        session.execute(update(Job).where(Job.id == queued.id).values(**ended))
+    text = client.get("/runners").text
+    assert ("case 3 of 9" in text, "no network" in text) == (False, True)
 
 
 def test_empty_pages_say_what_to_do_next(client: Reader) -> None:

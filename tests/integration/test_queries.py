@@ -16,6 +16,7 @@ from service.ingest import ingest, register_commits, register_target
 from service.judge import judge_pending
 
 CASE = wire.Case(tokens=64, vocabulary=4096)
+ENDINGS = ("callable", "completes")
 
 
 @pytest.fixture
@@ -164,6 +165,48 @@ def test_points_follow_the_graph_and_end_segments(
     assert [point.outcome for point in view.points] == ["ok", "raised", "ok"]
     assert view.points[0].segment == view.points[2].segment != view.points[1].segment
     assert (view.unit, view.unit_bytes) == ("byte", 1048576)
+
+
+def test_a_point_has_the_state_of_its_own_series_and_metric(
+    session_factory: SessionFactory, store: SimpleNamespace, payloads: SimpleNamespace
+) -> None:
+    later = [payloads.commit("d", ("c",), minute=3), payloads.commit("e", ("d",), minute=4)]
+    slim = payloads.measurement(values={**payloads.values, "step_peak_bytes": [1048576.0] * 2})
+    failed = payloads.measurement(outcome="raised", values={}, notes={"outcome": "ValueError"})
+    with session_factory.begin() as session:
+        register_commits(session, "demo", later)
+    store.post(later[0], slim, payloads.measurement(kernel="legacy", role="control"))
+    store.post(later[1], failed)
+
+    def states(metric: str, kernel: str = "fused") -> list[str | None]:
+        with session_factory() as session:
+            return [point.state for point in queries.points(session, "demo", kernel, CASE.id, metric).points]
+
+    assert states("step_peak_bytes")[2:] == [None, None]
+    judge_pending(session_factory)
+    assert states("step_peak_bytes") == ["no-baseline", "regress", "improve", "regress"]
+    assert states("operations") == ["no-baseline", "unchanged", "unchanged", "regress"]
+    assert states("g_rel_l2_lp") == ["no-baseline", "unchanged", "unchanged", "regress"]
+    assert states("operations", kernel="legacy") == [None, None]
+
+
+def test_a_series_keeps_the_metrics_that_its_newest_measurement_lacks(
+    session_factory: SessionFactory, store: SimpleNamespace, payloads: SimpleNamespace
+) -> None:
+    later = [payloads.commit("d", ("c",), minute=3), payloads.commit("e", ("d",), minute=4)]
+    store.post(later[0], payloads.measurement(values={**payloads.values, "step_cpu_seconds": [0.1]}))
+    store.post(later[1], payloads.measurement(nonfinite=["ent_abs_max"]))
+    with session_factory() as session:
+        fused, legacy = queries.series(session, "demo")
+    assert fused.metrics == (
+        "step_peak_bytes",
+        "operations",
+        "ent_abs_max",
+        "g_rel_l2_lp",
+        "step_cpu_seconds",
+        *ENDINGS,
+    )
+    assert legacy.metrics == ("step_peak_bytes", "operations", "g_rel_l2_lp", *ENDINGS)
 
 
 def test_points_of_what_does_not_exist_are_not_found(session: Session, store: SimpleNamespace) -> None:

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dashboards import views
-from service.catalogue import BY_NAME
-from service.queries import Affected, MeasurementRow, Point, SeriesRow, SeriesView
+from service.catalogue import BY_NAME, Family
+from service.queries import Affected, FindingView, MeasurementRow, Point, SeriesRow, SeriesView
 
 U = 64 * 4096 * 4
 AT = datetime(2026, 3, 2, tzinfo=UTC)
@@ -55,6 +55,47 @@ def point(sha: str, *samples: float, segment: str = "a", outcome: str = "ok") ->
 
 def view(*points: Point) -> SeriesView:
     return SeriesView("story", "fused", "n64", "operations", "operation", "operations", U, points)
+
+
+def finding(number: int, family: str, state: str = "open", direction: str = "regress") -> FindingView:
+    return FindingView(
+        id=number,
+        target="story",
+        kernel="fused",
+        family=family,
+        direction=direction,
+        state=state,
+        sentence="worse",
+        culprit_sha="a",
+        culprit_subject="one",
+        baseline_sha=None,
+        baseline_distance=None,
+        rule_version=1,
+        affected=(),
+        events=(),
+        reproduce="",
+        created_at=AT,
+        updated_at=AT,
+    )
+
+
+def test_findings_stand_open_ones_first_then_by_severity_then_newest_first() -> None:
+    rows = [
+        finding(9, "memory", "recovered"),
+        finding(8, "memory", "accepted", "improve"),
+        finding(7, "time"),
+        finding(6, "memory", "acknowledged"),
+        finding(5, "memory"),
+        finding(4, "precision"),
+        finding(3, "precision", "dismissed"),
+    ]
+    first = sorted(("memory", "precision", "time"), key=lambda family: Family(family).rank)
+    order = [row.id for row in views.findings_in_order(rows)]
+    by_family = {"memory": [6, 5], "precision": [4], "time": [7]}
+    opened = [number for family in first for number in by_family[family]]
+    assert order[:4] == opened
+    assert set(order[4:6]) == {9, 3}
+    assert order[6] == 8
 
 
 def test_a_finding_keeps_the_judges_order_of_metrics_and_gathers_their_cases() -> None:
