@@ -135,6 +135,8 @@ def compare(
     from service.offline import compare_results
     from service.reports import document
 
+    if repo is not None and target is None:
+        _abort("--repo is for the command that reproduces a finding, which needs --target too")
     with _told_plainly():
         verdict = document(compare_results(_read_result(baseline), _read_result(candidate)))
         where = None if target is None else (target, repo or _load_target(target).repository)

@@ -107,6 +107,8 @@ def _watched(first: int, told: int) -> int:
         for process, how in _ended():
             if process == first:
                 status = how
+    if status is None:
+        os.kill(first, signal.SIGKILL)
     _end_descendants()
     if status is None:
         return signal.SIGTERM

@@ -33,6 +33,7 @@ _READ_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 _WEIGHING_SECONDS = 0.5
 _ENDING_SECONDS = 10.0
+_PROBE_SECONDS = 60.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # The directory that holds our packages is on the path for as long as they are imported: a target must not find what
@@ -174,7 +175,12 @@ def isolation() -> Isolation:
     with tempfile.TemporaryDirectory(prefix="ulpwatch-probe-") as home:
         command = [sys.executable, "-P", "-s", "-c", _PROBE, _ROOT, _keeping([home], isolated=True)]
         environment = _scrubbed(home, 1, {})
-        done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, cwd=home, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Isolation(False, f"none: no process could be isolated within {_PROBE_SECONDS:g} s")
     if done.returncode == 0:
         return Isolation(True, "namespaces")
     last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]

@@ -23,6 +23,7 @@ from runners.checkout import CheckoutError, UnreachableError
 from runners.client import Client, ServiceUnreachableError
 from runners.job import PlanError
 from runners.keeper import descendants
+from runners.process import Isolation
 from runners.settings import RunnerSettings
 from runners.spool import Spool, SpoolBusyError
 from runners.story.story import story_target, write_story
@@ -173,6 +174,14 @@ def test_what_is_measured_is_what_the_job_says(world: World, measuring: Callable
     daemon.run(world.settings.model_copy(update={"case_seconds": 7.0}), once=True)
     target = world.payloads.target(TARGET)
     assert asked == [(target, target.repository, world.payloads.sha("a"), "demo", world.jobs()[0]["id"], 7.0)]
+
+
+def test_a_runner_on_a_host_without_namespaces_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(daemon, "isolation", lambda: Isolation(False, "none: unshare: not permitted"))
+    assert daemon.run(world.settings, once=True) == 0
+    assert caplog.text.count("measured processes are not isolated (none: unshare: not permitted)") == 1
 
 
 def test_once_without_a_job_ends_at_once(world: World) -> None:
