@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from service.wire import Case, Target, TargetKernel
 
 # The built-in kernels by name: reading them off runners.kernels.registry would import torch.
-BUILT_IN = ("fused", "legacy", "legacy_bf16", "online", "megatron_fused", "eager", "peer", "reference")
-_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+BUILT_IN = (
+    "fused", "legacy", "legacy_bf16", "online", "megatron_fused", "megatron_unfused", "liger", "cut_cross_entropy",
+    "eager", "compiled", "peer", "reference",
+)  # fmt: skip
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:==\s*([^\s;,]+))?")
 
 
@@ -50,11 +52,6 @@ def faults_of(target: Target) -> list[str]:
         " that stands for all below it"
         for number, path in enumerate(target.paths)
         if set(path) & set("*?[") or path.startswith(":")
-    ]
-    faults += [
-        f"python.env: {name!r} and its value cannot be an environment variable"
-        for name, value in target.python.env.items()
-        if not _VARIABLE.match(name) or "\0" in value
     ]
     faults += [f"python.requires: {fault}" for fault in map(_requirement_fault, target.python.requires) if fault]
     return faults

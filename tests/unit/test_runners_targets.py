@@ -54,8 +54,12 @@ def kernel(*arguments: str, returns: tuple[str, ...] = ("log_prob", "entropy")) 
             r"paths\[1\]: 'kernels/\*\.py' is a pattern, and paths are taken literally",
         ),
         ('["loss.py"]', '[":(glob)kernels"]', r"paths\[0\]: ':\(glob\)kernels' is a pattern"),
-        ("[[kernels]]", '[python]\nenv = {"A=B" = "1"}\n[[kernels]]', r"python\.env: 'A=B' and its value cannot be"),
-        ("[[kernels]]", '[python]\nenv = {A = "\\u0000"}\n[[kernels]]', r"python\.env: 'A' and its value cannot be"),
+        ("[[kernels]]", '[python]\nenv = {"A=B" = "1"}\n[[kernels]]', r"python\.env\.A=B\..*: String should match"),
+        (
+            "[[kernels]]",
+            '[python]\nenv = {A = "\\u0000"}\n[[kernels]]',
+            r"python\.env\.A: the character U\+0000 cannot be stored",
+        ),
         ("[[kernels]]", '[python]\nrequires = ["==3"]\n[[kernels]]', r"python\.requires: '==3' is not a distribution"),
     ],
 )
