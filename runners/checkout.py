@@ -165,7 +165,7 @@ def describe(repository: Repository, sha: str, paths: Sequence[str]) -> Commit:
 
 def watched_digest(repository: Repository, sha: str, paths: Sequence[str]) -> str | None:
     """The SHA-256 of what `git ls-tree -r -z SHA -- paths` lists, modes, object ids and names of the watched files, and
-    the same of what watched symbolic links point at within the commit. None if there is no such file.
+    the same of what they are links to, or lie behind links, within the commit. None if there is no such file.
     """
     listed, pending = b"", list(paths)
     seen: set[str] = set()
@@ -173,19 +173,33 @@ def watched_digest(repository: Repository, sha: str, paths: Sequence[str]) -> st
         seen |= set(pending)
         found = _output(repository, "ls-tree", "-r", "-z", "--full-tree", sha, "--", *pending)
         listed += found
-        pending = sorted(_link_targets(repository, _parsed(found)) - seen)
+        meant = {*_links(repository, found).values(), *_behind_links(repository, sha, pending)}
+        pending = sorted(path for path in meant - seen if not path.startswith(("/", "../")) and path != "..")
     return hashlib.sha256(listed).hexdigest() if listed else None
 
 
-def _link_targets(repository: Repository, entries: Sequence[tuple[str, str, str]]) -> set[str]:
-    """The paths within the commit that its symbolic links among `entries` name."""
-    links = [(object_id, name) for mode, object_id, name in entries if mode == "120000"]
-    contents = _blobs(repository, [object_id for object_id, _ in links])
-    targets = {
-        posixpath.normpath(posixpath.join(posixpath.dirname(name), os.fsdecode(content)))
+def _links(repository: Repository, listed: bytes) -> dict[str, str]:
+    """The symbolic links among what `git ls-tree -z` listed, each with the path that it names."""
+    links = [(object_id, name) for mode, object_id, name in _parsed(listed) if mode == "120000"]
+    contents = _blobs(repository, [object_id for object_id, _ in links]) if links else iter(())
+    return {
+        name: posixpath.normpath(posixpath.join(posixpath.dirname(name), os.fsdecode(content)))
         for (_, name), content in zip(links, contents, strict=True)
     }
-    return {path for path in targets if not path.startswith(("/", "../")) and path != ".."}
+
+
+def _behind_links(repository: Repository, sha: str, paths: Sequence[str]) -> set[str]:
+    """Where those of `paths` lie that have a symbolic link for a directory."""
+    above = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents} - {"."})
+    if not above:
+        return set()
+    links = _links(repository, _output(repository, "ls-tree", "-z", "--full-tree", sha, "--", *above))
+    return {
+        posixpath.normpath(posixpath.join(target, posixpath.relpath(path, link)))
+        for link, target in links.items()
+        for path in paths
+        if PurePosixPath(path).is_relative_to(link)
+    }
 
 
 def changing_watched_paths(commits: Sequence[Commit]) -> list[Commit]:

@@ -303,6 +303,21 @@ def test_a_watched_link_stands_for_what_it_points_at(
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_a_watched_path_may_lead_through_a_link(work_tree: Path, commit: Callable[..., str]) -> None:
+    (work_tree / "alias").symlink_to("impl/now")
+    (work_tree / "impl").mkdir()
+    (work_tree / "impl" / "now").symlink_to("v2")
+    shas = [commit("one", impl__v2__loss="1", watched="a", README="a")]
+    shas += [commit("docs", README="b"), commit("code", impl__v2__loss="2")]
+    (work_tree / "alias").unlink()
+    (work_tree / "alias").symlink_to("impl/v3")
+    shas += [commit("elsewhere", impl__v3__loss="2")]
+    repository = open_repository(work_tree)
+    digests = [describe(repository, sha, ["watched", "alias/loss"]).watched_digest for sha in shas]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
 def hand_made(git: Git, work_tree: Path, kind: str, content: bytes) -> str:
     """Store an object that git would not make itself."""
     arguments = ["git", "hash-object", "-t", kind, "-w", "--stdin", "--literally"]
