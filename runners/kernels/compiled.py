@@ -1,6 +1,7 @@
 """The kernel `compiled`: the rows of `eager` under torch.compile, which compiles each combination of options once.
 
 Compiling takes 10 to 40 seconds, and on a CPU a C++ compiler; sizes are dynamic, so that another one compiles nothing.
+Where operations are counted it runs as `eager`.
 """
 
 import os
@@ -10,6 +11,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from runners.kernels import plain
 from runners.kernels.contract import Kernel
@@ -26,7 +28,7 @@ def rows(
     entropy: Literal["off", "value", "gradient"],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See plain.Rows. Raises RuntimeError that says why it could not be compiled."""
-    if x.shape[0] == 0:  # nothing to gain from a compilation
+    if x.shape[0] == 0 or is_watched():  # nothing to gain from a compilation, or none to be had
         return plain.EAGER_ROWS(x, targets, dropped, temperature, entropy)
     run, failures = _compiled()
     # A Python float would be an input of the compiled code, 64 bits wide. On the CPU it may meet tensors of any device.
@@ -48,6 +50,11 @@ def _compiled() -> tuple[Any, tuple[type[Exception], ...]]:
     from torch._inductor.exc import InductorError  # noqa: PLC0415
 
     return torch.compile(plain.EAGER_ROWS, dynamic=True, fullgraph=True), (TorchDynamoException, InductorError)
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode, as one that counts operations, sees every operation: then torch compiles nothing."""
+    return _get_current_dispatch_mode() is not None
 
 
 def missing_compiler(name: str) -> str | None:

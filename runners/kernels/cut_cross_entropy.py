@@ -7,13 +7,14 @@ logits reach every row of a call.
 """
 
 import warnings
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from runners.kernels.compiled import missing_compiler
+from runners.kernels.compiled import is_watched, missing_compiler
 from runners.kernels.contract import Contract
 from runners.kernels.external import External
 
@@ -29,7 +30,8 @@ def _loss(own: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | N
     if hidden.shape[1] > tokens:
         weight = torch.cat((weight, own.new_zeros(vocabulary, hidden.shape[1] - tokens)), 1)
     implementation = "cce" if own.is_cuda else "torch_compile"
-    with warnings.catch_warnings():
+    stance = torch.compiler.set_stance("force_eager") if is_watched() else nullcontext()
+    with warnings.catch_warnings(), stance:
         warnings.simplefilter("ignore")  # torch's compiler uses what torch itself has deprecated
         loss: torch.Tensor = _linear_cross_entropy()(
             hidden, weight, targets, reduction="none", filter_eps=None, impl=implementation

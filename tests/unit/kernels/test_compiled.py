@@ -8,6 +8,8 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
+from runners.instruments.subject import Options, Subject
+from runners.instruments.work import measure_work
 from runners.kernels import compiled
 from runners.kernels.inputs import Inputs, make_inputs
 from runners.kernels.registry import kernel
@@ -66,3 +68,10 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytes
     assert compiled.missing_compiler("compiled") == (
         "compiled needs a C++ compiler for torch.compile on a CPU, and there is none: install g++, or set CXX"
     )
+
+
+def test_it_runs_as_eager_where_operations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_compiled", lambda: pytest.fail("compiled"))
+    inputs = make_inputs(tokens=4, vocabulary=50)
+    counted = [measure_work(Subject(name, kernel(name).run), inputs, Options()) for name in ("compiled", "eager")]
+    assert counted[0] == counted[1]
