@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from runners.instruments.accuracy import Yardstick, bf16_grid_share, numeric_metrics, permuted, yardstick
-from runners.instruments.cuda_inputs import PlacedInputs, drawn_frame, on_device, place, worst_rows
+from runners.instruments.cuda_inputs import ROWS, PlacedInputs, drawn_frame, on_device, place, worst_rows
 from runners.instruments.subject import Branches, Options, Subject, branches
 from runners.kernels.inputs import Distribution, Inputs, make_inputs
 from runners.kernels.reference import Reference
@@ -31,7 +31,7 @@ def _yardstick(case: Case) -> Yardstick:
 
 
 def _of_drawn_rows(case: Case) -> Yardstick:
-    return _yardstick(case.model_copy(update={"tokens": min(case.tokens, 64), "entropy": "gradient"}))
+    return _yardstick(case.model_copy(update={"tokens": min(case.tokens, ROWS), "entropy": "gradient"}))
 
 
 def _oracle_on(yard: Yardstick, device: torch.device) -> Reference:
@@ -216,7 +216,7 @@ def test_rows_beyond_32_bit_offsets_are_right(
     for gradient, truth in ((result.g_log_prob, oracle.g_log_prob), (result.g_entropy, oracle.g_entropy)):
         assert gradient is not None
         assert float((gradient.double() - truth).norm() / truth.norm()) <= 2**-8
-    assert len(placed.drawn.targets) == 64
+    assert len(placed.drawn.targets) == ROWS
 
 
 # --- Bad input ------------------------------------------------------------------------------------------------------
