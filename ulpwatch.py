@@ -126,7 +126,9 @@ def compare(
     candidate: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Result file to compare with it.")],
     target: Annotated[
         Path | None,
-        typer.Option("--target", help="Target file, for the command that reproduces a finding.", exists=True),
+        typer.Option(
+            "--target", help="Target file: what it requires and declares, and how to measure again.", exists=True
+        ),
     ] = None,
     repo: Annotated[str | None, typer.Option("--repo", help="Path or URL; default: the target file's.")] = None,
     form: Form = Format.TEXT,
@@ -138,8 +140,9 @@ def compare(
     if repo is not None and target is None:
         _abort("--repo is for the command that reproduces a finding, which needs --target too")
     with _told_plainly():
-        verdict = document(compare_results(_read_result(baseline), _read_result(candidate)))
-        where = None if target is None else (target, repo or _load_target(target).repository)
+        declared = None if target is None else _load_target(target)
+        verdict = document(compare_results(_read_result(baseline), _read_result(candidate), declared))
+        where = None if target is None or declared is None else (target, repo or declared.repository)
     for finding in (*verdict["findings"], *verdict["inherited"], *verdict["recovered"]):
         finding["reproduce"] = "" if where is None else _measure_again(finding, verdict["sha"], *where)
     _answer(verdict, form)

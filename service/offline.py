@@ -42,18 +42,21 @@ def regressed_metrics(verdict: queries.VerdictView) -> frozenset[str]:
     return frozenset(affected.metric for finding in regressions for affected in finding.affected)
 
 
-def compare_results(baseline: Result, candidate: Result) -> queries.VerdictView:
+def compare_results(baseline: Result, candidate: Result, target: Target | None = None) -> queries.VerdictView:
     """The verdict of one result against another, as if the candidate's commit followed the baseline's.
 
-    Raises ValueError if they are of different targets or are the same attempt.
+    Without `target` the usual is required and nothing declared. Raises ValueError if they are of different targets or
+    are the same attempt.
     """
+    if target is not None and target.name != candidate.target:
+        raise ValueError(f"the results are of target {candidate.target!r}, the target file is of {target.name!r}")
     if baseline.target != candidate.target:
         raise ValueError(f"the results are of different targets: {baseline.target!r} and {candidate.target!r}")
     if baseline.attempt == candidate.attempt:
         raise ValueError(f"both files hold the same attempt, {baseline.attempt}: name two different results")
     first = _placed(baseline, sha=_sha_of(baseline, other=candidate), parents=[])
     second = _placed(candidate, sha=candidate.commit.sha, parents=[first.commit.sha])
-    return judge_history(_target_of(candidate, baseline), [first.commit, second.commit], [first, second])[-1]
+    return judge_history(target or _target_of(candidate, baseline), [first.commit, second.commit], [first, second])[-1]
 
 
 def _sha_of(baseline: Result, *, other: Result) -> str:

@@ -144,6 +144,22 @@ def test_compare_prints_a_command_that_works_when_pasted(replayed: Replayed) -> 
     assert (done.returncode, "fused" in done.stdout) == (0, True), done.stderr
 
 
+def test_compare_holds_to_what_the_target_declares(replayed: Replayed, tmp_path: Path) -> None:
+    declared = replayed.target.read_text().replace(
+        'control = "legacy', 'budget = {step_peak_bytes = {units = 4.75}}\ncontrol = "legacy'
+    )
+    assert "budget" in declared
+    target = tmp_path / "story.toml"
+    target.write_text(declared)
+    same = ("compare", replayed.result(LEGACY), replayed.result(FUSED), "--target")
+    assert "within_budget" not in ulpwatch(*same, replayed.target).stdout
+    assert "within_budget" in ulpwatch(*same, target).stdout
+    other = tmp_path / "other.toml"
+    other.write_text(declared.replace('name = "story"', 'name = "other"', 1))
+    refused = ulpwatch(*same, other)
+    assert (refused.returncode, "the target file is of 'other'" in refused.stderr) == (2, True)
+
+
 def test_measure_finds_out_before_it_measures_that_it_cannot_write(replayed: Replayed, tmp_path: Path) -> None:
     options = ("--target", replayed.target, "--repo", replayed.repository, "--commit", "no-such-commit")
     for out in (tmp_path / "absent" / "result.json", tmp_path):
