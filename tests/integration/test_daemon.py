@@ -27,6 +27,7 @@ from runners.process import Isolation
 from runners.settings import RunnerSettings
 from runners.spool import Spool, SpoolBusyError
 from runners.story.story import story_target, write_story
+from runners.suites import suite
 from service.app import create_app
 from service.auth import create_token, revoke_token, tokens
 from service.db import SessionFactory
@@ -439,15 +440,16 @@ def test_a_result_survives_the_rotation_of_the_token(
 ) -> None:
     world.ask("a")
     measuring(healthy(world, "a"))
-    spool_one_result(world, "a")
+    attempt = spool_one_result(world, "a")
     with session_factory.begin() as session:
         (former,) = [row.id for row in tokens(session) if row.scope == "runner"]
         revoke_token(session, former)
         fresh = create_token(session, "runner").secret
     rotated = world.settings.model_copy(update={"token": SecretStr(fresh)})
     assert daemon.run(rotated, once=True) == 0
-    (job,) = world.jobs()
-    assert (job["state"], job["attempts_used"], world.runs("a"), world.spooled()) == ("done", 1, 1, [])
+    assert (world.states(), world.runs("a"), world.spooled()) == (["done"], 1, [])
+    rows = world.admin.get(f"/targets/{TARGET}/commits/{world.payloads.sha('a')}/measurements")["items"]
+    assert {row["attempt"] for row in rows} == {str(attempt)}
     assert not (world.settings.spool / "rejected").exists()
 
 
@@ -507,7 +509,7 @@ def test_two_daemons_do_not_share_a_spool(world: World) -> None:
 def test_a_story_commit_is_measured_for_real(world: World, tmp_path: Path) -> None:
     story = write_story(tmp_path / "story")
     target = story_target(tmp_path / "story")
-    case_count = 7
+    case_count = len(suite("demo"))
     world.admin.register_target(target)
     commit = {"sha": story[-1].sha, "parents": [], "committed_at": "2026-01-05T08:00:00Z"}
     told = [Commit.model_validate(commit)]
