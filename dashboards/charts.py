@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dashboards.formats import STATES, UNCHANGED, instant, quantity, samples_median, short
+from dashboards.formats import STATES, instant, quantity, samples_median, short
 from service.catalogue import BY_NAME, MetricClass, Rule
 from service.queries import Point, SeriesView
 
@@ -25,7 +25,6 @@ SHAPES = {
     "inconclusive": "triangle-right",
     "improve": "triangle-down",
     "pass": "circle",
-    "unchanged": "circle",
     "unjudged": "stroke",
 }
 
@@ -48,7 +47,6 @@ LIGHT = Palette(
     line="#e1e5ea",
     states={
         "pass": "#1a7a4a",
-        "unchanged": "#1a7a4a",
         "improve": "#0f62c4",
         "regress": "#c22a1c",
         "inconclusive": "#8a5f00",
@@ -66,7 +64,6 @@ DARK = Palette(
     line="#2a3039",
     states={
         "pass": "#4fc48a",
-        "unchanged": "#4fc48a",
         "improve": "#6fb3ff",
         "regress": "#ff7d6e",
         "inconclusive": "#e2b24c",
@@ -86,7 +83,7 @@ def history(
     """One metric of one series over the commits, oldest at the left.
 
     Every raw sample is a faint point; a line joins the medians within a segment; each commit's mark has the shape and
-    colour of what the judge found of this series there. Commits without a value (an outcome other than ok, not finite)
+    colour of the state of this series there. Commits without a value (an outcome other than ok, not finite)
     stand at the top edge. Errors have a logarithmic axis, on which a zero is drawn a decade under the smallest value;
     the tooltip says 0. Of a fixed `width` it is an image that stands alone: with a title and a background.
     """
@@ -240,7 +237,7 @@ def _sample_layer(y: Spec, palette: Palette) -> Spec:
 
 
 def _state_layer(y: Spec, valued: Sequence[Spec], palette: Palette) -> Spec:
-    present = [word for word in (*STATES, UNCHANGED.word, "unjudged") if any(row["state"] == word for row in valued)]
+    present = [word for word in (*STATES, "unjudged") if any(row["state"] == word for row in valued)]
     legend = {"title": None, "orient": "top", "columns": {"expr": "width < 420 ? 3 : 9"}} if len(present) > 1 else None
     return {
         "data": {"name": "valued"},

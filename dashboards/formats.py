@@ -39,9 +39,6 @@ STATES: dict[str, State] = {
     )
 }
 
-# Beside the states of verdicts, what a single series can be said to be.
-UNCHANGED = State("unchanged", "no different from its baseline by its rule", PASSED)
-
 RULES: dict[Rule, str] = {
     Rule.BYTES: "regresses when it grows by more than max(4 KiB, 0.1 %)",
     Rule.COUNT: "regresses when it grows by more than 1 % and by at least 2",
@@ -171,8 +168,6 @@ def rule_words(rule: str) -> str:
 
 def state(word: str | None) -> State:
     """A state by its word; a commit that was never judged has none and is `unjudged`."""
-    if word == UNCHANGED.word:
-        return UNCHANGED
     return STATES.get(word or "", State(word or "unjudged", "not judged yet", UNDECIDED))
 
 

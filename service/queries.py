@@ -168,7 +168,7 @@ class SeriesRow:
 @dataclass(frozen=True, slots=True)
 class Point:
     """One commit's raw samples of one metric, in commit order; `segment` changes where values stop being comparable.
-    `state` is what the judge found of this metric there, `unchanged` if nothing, None where it does not judge."""
+    `state` is that of this metric's own comparison there, None where the judge makes none."""
 
     sha: str
     subject: str
@@ -761,7 +761,7 @@ def _state_of(
     if own or shared:
         return str((own or shared)[0])
     is_judged = series.role == "kernel" and BY_NAME[metric].metric_class is not MetricClass.TIMING
-    return "unchanged" if is_judged else None
+    return "pass" if is_judged else None
 
 
 def _point(row: Row[*tuple[Any, ...]], metric: str) -> Point:
