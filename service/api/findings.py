@@ -2,11 +2,12 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from service import queries, wire
 from service.api.access import Administrator, PathId, Reader, Storage, Store, found_or_404
+from service.api.bodies import SMALL, JsonBody
 from service.api.paging import PAGE_SIZE, Page, PageSize, page
 from service.auth import Caller
 from service.findings import Triage, triage
@@ -29,6 +30,10 @@ class Dismissal(Decision):
     """A decision that may end: from `until` on the finding is open again."""
 
     until: wire.Moment | None = None
+
+
+DecisionBody = Annotated[Decision, Depends(JsonBody(Decision, "admin", bytes_max=SMALL))]
+DismissalBody = Annotated[Dismissal, Depends(JsonBody(Dismissal, "admin", bytes_max=SMALL))]
 
 
 @router.get("/findings")
@@ -59,26 +64,32 @@ def get_finding(finding_id: PathId, storage: Store, who: Reader) -> queries.Find
 
 @router.post("/findings/{finding_id}/acknowledge")
 def acknowledge_finding(
-    finding_id: PathId, decision: Decision, storage: Store, who: Administrator
+    finding_id: PathId, decision: DecisionBody, storage: Store, who: Administrator
 ) -> queries.FindingView:
     """Say that somebody looks after it. It stays a regression."""
     return _triage(storage, who, finding_id, "acknowledge", decision)
 
 
 @router.post("/findings/{finding_id}/accept")
-def accept_finding(finding_id: PathId, decision: Decision, storage: Store, who: Administrator) -> queries.FindingView:
+def accept_finding(
+    finding_id: PathId, decision: DecisionBody, storage: Store, who: Administrator
+) -> queries.FindingView:
     """Make its values the new baseline, here and where a commit with the same watched content lands."""
     return _triage(storage, who, finding_id, "accept", decision)
 
 
 @router.post("/findings/{finding_id}/dismiss")
-def dismiss_finding(finding_id: PathId, decision: Dismissal, storage: Store, who: Administrator) -> queries.FindingView:
+def dismiss_finding(
+    finding_id: PathId, decision: DismissalBody, storage: Store, who: Administrator
+) -> queries.FindingView:
     """Say that it is no regression. The baseline stays as it was."""
     return _triage(storage, who, finding_id, "dismiss", decision)
 
 
 @router.post("/findings/{finding_id}/reopen")
-def reopen_finding(finding_id: PathId, decision: Decision, storage: Store, who: Administrator) -> queries.FindingView:
+def reopen_finding(
+    finding_id: PathId, decision: DecisionBody, storage: Store, who: Administrator
+) -> queries.FindingView:
     """Take a decision back."""
     return _triage(storage, who, finding_id, "reopen", decision)
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from service import wire
 from service.api import bodies
+from service.api.findings import Decision, Dismissal
 from service.api.targets import CommitsBody
 from service.api.tokens import TokenRequest
 from service.app import create_app
@@ -47,6 +48,7 @@ TARGET = {
         }
     ],
     "require": {"devices": ["cpu"], "metrics": ["exact"]},
+    "ci": {"missing": "fail"},
 }
 FACTS = {"exact": {"a": "b"}, "numeric": {"a": ["b"]}, "timing": {"a": {"b": "c"}}, "volatile": {"a": "b"}}
 MEASUREMENT = {
@@ -71,6 +73,7 @@ RESULT = {
     "target": "demo",
     "commit": COMMIT,
     "suite": "demo",
+    "suite_digest": "f" * 64,
     "environment": {"device_class": "cpu", "device": "CPU", **FACTS},
     "started_at": "2026-01-01T00:00:00Z",
     "finished_at": "2026-01-01T00:01:00Z",
@@ -83,6 +86,8 @@ EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     wire.Target: TARGET,
     CommitsBody: {"target": "demo", "branch": "main", "head": "a" * 40, "commits": [COMMIT]},
     TokenRequest: {"scope": "read", "target": "demo", "label": "one", "expires_at": "2026-01-01T00:00:00Z"},
+    Decision: {"reason": "why", "seen": "open"},
+    Dismissal: {"reason": "why", "seen": "open", "until": "2026-01-01T00:00:00Z"},
     wire.JobRequest: {"target": "demo", "commit": "a" * 40, "kind": "measure", "suite": "demo", "device_class": "cpu"},
     wire.RunnerHello: {"name": "host", "device_class": "cpu", "capabilities": {"a": "b"}},
     wire.ClaimRequest: {"runner": "host", "device_class": "cpu"},
@@ -188,7 +193,7 @@ def _holds_text(schema: dict[str, Any]) -> bool:
 BOUNDS = {
     "string": ({"maxLength"}, {"pattern"}, {"enum"}, {"const"}, {"format"}),
     "integer": ({"minimum", "maximum"}, {"minimum", "exclusiveMaximum"}, {"const"}),
-    "number": ({"exclusiveMinimum", "maximum"},),
+    "number": ({"exclusiveMinimum", "maximum"}, {"minimum", "maximum"}),
     "array": ({"maxItems"},),
     "object": ({"maxProperties"}, {"properties"}),
 }
