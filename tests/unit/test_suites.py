@@ -27,8 +27,9 @@ def test_a_kernel_that_takes_everything_can_be_asked_all_of_it(name: str) -> Non
     assert fitting_cases(kernel, suite(name)) == list(suite(name))
 
 
-def test_only_the_parallel_suite_takes_several_ranks() -> None:
-    assert {name for name in SUITES if any(case.tensor_parallel > 1 for case in suite(name))} == {"parallel"}
+def test_only_the_parallel_suites_take_several_ranks() -> None:
+    several = {name for name in SUITES if any(case.tensor_parallel > 1 for case in suite(name))}
+    assert several == {"parallel", "selftest_parallel"}
     assert {case.tensor_parallel for case in suite("parallel")} == {2, 4}
 
 
