@@ -5,9 +5,8 @@ What a target says is service.wire.TargetKernel; how its function is measured is
 
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runners.instruments.calls import last_line
 from runners.instruments.subject import ResultShapeError, Subject
 from service.wire import TargetKernel
 
@@ -28,15 +28,13 @@ class UnmeasurableError(Exception):
     """The entry cannot be imported or called; the message is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A target's function in our signature. `import_failures` collects what a call could not import."""
-
-    subject: Subject
-    import_failures: list[str] = field(default_factory=list)
-
-
-def bind(kernel: TargetKernel, files: Path, path: Sequence[str], omittable: Collection[str], device: str) -> Bound:
+def bind(
+    kernel: TargetKernel,
+    files: Path,
+    path: Sequence[str],
+    omittable: Collection[str],
+    device: str,
+) -> Subject:
     """Import the entry of `kernel` from the `files` of a commit, with `path` first on sys.path, and map its arguments.
 
     `omittable` names the arguments that this commit's function may lack. Raises UnmeasurableError if the entry cannot
@@ -46,9 +44,8 @@ def bind(kernel: TargetKernel, files: Path, path: Sequence[str], omittable: Coll
     function = find_entry(kernel.entry, files)
     omitted = omitted_arguments(kernel, function, omittable)
     passed = {ours: theirs for ours, theirs in kernel.arguments.items() if ours not in omitted}
-    failures: list[str] = []
-    run = with_our_signature(function, passed, kernel.absent, kernel.returns, failures)
-    return Bound(Subject(kernel.name, run, frozenset(passed), tuple(omitted), None, device), failures)
+    run = with_our_signature(function, passed, kernel.absent, kernel.returns)
+    return Subject(kernel.name, run, frozenset(passed), tuple(omitted), None, device)
 
 
 # --- Names ----------------------------------------------------------------------------------------------------------
@@ -108,24 +105,19 @@ def find_entry(entry: str, files: Path) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def last_line(error: BaseException) -> str:
-    """The last line of an exception's traceback: its type and message."""
-    return traceback.format_exception_only(error)[-1].strip()
-
-
 def omitted_arguments(kernel: TargetKernel, function: Callable[..., Any], omittable: Collection[str]) -> list[str]:
-    """The mapped arguments that the function lacks and may lack; UnmeasurableError where it must not."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a function of C has no signature: the call will tell
+    """The mapped arguments that the function lacks and may lack; UnmeasurableError where it must not.
+
+    A function that takes anything (**keywords) is held to lack what it does not name only where it may.
+    """
+    taken = _taken(function)
+    if taken is None:
         return []
-    named = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    required = {name for name in named if parameters[name].default is inspect.Parameter.empty}
-    if unmapped := sorted(required - set(kernel.arguments.values())):
+    if unmapped := sorted(taken.required - set(kernel.arguments.values())):
         raise UnmeasurableError(f"{kernel.entry} needs parameter {unmapped[0]!r}, which the target does not map")
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return []
-    lacking = [ours for ours, theirs in kernel.arguments.items() if theirs not in named]
+    lacking = [ours for ours, theirs in kernel.arguments.items() if theirs not in taken.named]
+    if taken.anything:
+        return [ours for ours in lacking if ours in omittable]
     for ours in lacking:
         if ours not in omittable:
             raise UnmeasurableError(
@@ -134,12 +126,41 @@ def omitted_arguments(kernel: TargetKernel, function: Callable[..., Any], omitta
     return lacking
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The parameters that a function names, those that it needs, and whether it takes any others."""
+
+    named: frozenset[str]
+    required: frozenset[str]
+    anything: bool
+
+
+def _taken(function: Callable[..., Any]) -> _Taken | None:
+    """What a function takes by keyword; None for one that does not tell, a function of C for example.
+
+    A decorated function takes what its wrapper takes. Where that passes on whatever it is given, the wrapped function's
+    parameters are known too; which of them the wrapper fills in is not, and none is held to be needed.
+    """
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = frozenset(name for name, default in named.items() if default is inspect.Parameter.empty)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return _Taken(frozenset(named), required, anything=False)
+    wrapped = getattr(function, "__wrapped__", None)
+    within = None if wrapped is None else _taken(wrapped)
+    if within is None:
+        return _Taken(frozenset(named), required, anything=True)
+    return _Taken(within.named | named.keys(), required, within.anything)
+
+
 def with_our_signature(
     function: Callable[..., Any],
     passed: dict[str, str],
     absent: dict[str, Any],
     returns: Sequence[str],
-    import_failures: list[str],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     def run(
         logits: torch.Tensor,
@@ -166,12 +187,7 @@ def with_our_signature(
         theirs = {
             parameter: absent.get(name) if ours[name] is None else ours[name] for name, parameter in passed.items()
         }
-        try:
-            returned = function(**theirs)
-        except ImportError as error:
-            import_failures.append(last_line(error))
-            raise
-        return unpack(returned, returns, logits.size(0))
+        return unpack(function(**theirs), returns, logits.size(0))
 
     return run
 

@@ -29,8 +29,8 @@ class SubjectPlan(BaseModel):
     """What to measure: a built-in kernel by name, or a target's kernel in the files of a commit.
 
     `edits` makes a mutant of a built-in kernel (runners.kernels.faults). `path` holds directories for sys.path,
-    `omittable` the arguments that this commit's function may lack, and `missing` sentences about required
-    distributions that are not installed.
+    `omittable` the arguments that this commit's function may lack, `doubts` what a reader of the measurements should
+    know of that, and `missing` sentences about required distributions that are not installed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,16 +41,21 @@ class SubjectPlan(BaseModel):
     files: str = ""
     path: list[str] = Field(default_factory=list)
     omittable: list[str] = Field(default_factory=list)
+    doubts: dict[str, str] = Field(default_factory=dict)
     missing: list[str] = Field(default_factory=list)
     process_group: bool = False
     megatron: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.built_in or (self.kernel.name if self.kernel else "")
 
 
 class Plan(BaseModel):
     """Everything a measured process is told: the subject, the cases, the limits and where to answer.
 
-    `nonce` is hexadecimal, `descriptor` the inherited end of the channel. The cases are split over `ranks` processes;
-    the first one answers, and starts the others.
+    `nonce` is hexadecimal, `descriptor` the inherited end of the channel. The cases are split over `ranks` processes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,7 +64,6 @@ class Plan(BaseModel):
     descriptor: int
     subject: SubjectPlan
     cases: list[Case]
-    rank: int = 0
     ranks: int = 1
     device: str = "cpu"
     threads: int = 1

@@ -46,6 +46,11 @@ Subject = Callable[[], AbstractContextManager[SubjectPlan]]
 # What a measured process may say of itself; the other outcomes are for its job to find.
 _OWN_OUTCOMES = frozenset({"ok", "unmeasurable", "raised", "out_of_memory"})
 
+_UNKNOWN_SINCE = (
+    "the target's since names commits that the repository does not hold: {}; the arguments that they brought may be "
+    "missing at any commit: correct the target file if a commit is mistyped"
+)
+
 
 class JobError(Exception):
     """Nothing was measured for a reason that lies with this host, not with the commit: worth another try."""
@@ -156,9 +161,12 @@ class Assignment:
         """The kernel, read off the commit's files and place in history."""
         if self.kernel is None:
             return lambda: nullcontext(SubjectPlan(built_in=self.name))
+        known = {since: _has(repository, sha, since) for since in self.kernel.since.values()}
+        unknown = sorted({since for since, has in known.items() if has is None})
         plan = SubjectPlan(
             kernel=self.kernel,
-            omittable=[name for name, since in self.kernel.since.items() if not _has(repository, sha, since)],
+            omittable=[name for name, since in self.kernel.since.items() if not known[since]],
+            doubts={"since": _UNKNOWN_SINCE.format(", ".join(unknown))} if unknown else {},
             missing=[*missing_requirements(target.python.requires), *_submodules_left_out(repository, sha)],
             process_group=target.python.process_group,
             megatron=target.python.megatron,
@@ -198,12 +206,12 @@ def _submodules_left_out(repository: Repository, sha: str) -> list[str]:
     return [f"the commit has submodules, whose files are not there: {', '.join(paths)}"] if paths else []
 
 
-def _has(repository: Repository, sha: str, since: str) -> bool:
-    """Whether commit `since` is known and lies in the history of `sha`."""
+def _has(repository: Repository, sha: str, since: str) -> bool | None:
+    """Whether commit `since` lies in the history of `sha`; None if the repository does not hold it."""
     try:
         return is_ancestor(repository, resolve(repository, since), sha)
     except CheckoutError:
-        return False
+        return None
 
 
 def _assign(
@@ -328,7 +336,7 @@ class Hearing:
     """Follows one process through its cases: a runners.process.Listener.
 
     Messages come in this order: started; then unmeasurable, or for each case either skipped or begin and measurement;
-    then done.
+    then done. In place of any of them garbage may come: the kernel's half of the process said what it cannot have said.
     """
 
     def __init__(self, assignment: Assignment, cases: list[Case], on_progress: Callable[[str], None]) -> None:
@@ -345,6 +353,8 @@ class Hearing:
     def receive(self, message: dict[str, Any]) -> bool:
         """Take the next message; True if it was the last. Raises GarbageError for one that cannot follow."""
         kind = message.get("kind")
+        if kind == "garbage":
+            raise GarbageError(printable(str(message.get("reason")), 500))
         if kind not in self._may_follow() or (kind in _OF_A_CASE and message.get("index") != self.next):
             raise GarbageError(f"a message came out of order: {printable(repr(message), 200)}")
         match kind:

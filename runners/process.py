@@ -210,7 +210,7 @@ def _start(plan: Plan, home: str, environment: dict[str, str]) -> subprocess.Pop
         stdin.write(plan.model_dump_json().encode())
         stdin.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-P", "-s", "-c", _BOOT, _ROOT, keeping],
+            [sys.executable, "-P", "-s", "-c", _BOOT, _ROOT, str(plan.ranks), keeping],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

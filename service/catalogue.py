@@ -340,6 +340,8 @@ _UNGATED: tuple[Metric, ...] = (
     _check(111, "autocast", "under bfloat16 autocast the result is the same"),
     _check(112, "thread_safe", "two threads, each with inputs of its own, get what each gets alone"),
     _check(113, "within_budget", "memory lies within the declared budget"),
+    _check(114, "unseen_inputs", "what memory and work are measured on, inputs never seen before, comes out right"),
+    _check(115, "own_thread", "all operations run on the thread that calls the kernel"),
     _check(120, "tp_invariant", "any number of ranks gives the same result, gradient and gradient norm"),
     _check(121, "collectives_agree", "every rank makes the same collectives, in number, order and bytes"),
     _check(125, "async_escape", "on CUDA the device's work ends with the current stream's"),

@@ -4,25 +4,25 @@ They run on small cases only and know no oracle: a kernel is held against its ow
 that needs an argument which the kernel does not take is left out, never passed.
 """
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from runners.channel import printable
 from runners.instruments.accuracy import entropy_gate, log_prob_gate
-from runners.instruments.subject import (
-    Branches,
-    Options,
-    ResultShapeError,
-    Subject,
-    branches,
-    forward,
-    fresh,
-    step_gradient,
+from runners.instruments.calls import (
+    Answer,
+    Call,
+    Layout,
+    Measured,
+    RaisedError,
+    Surroundings,
+    branches_of,
+    describe,
+    turned,
 )
+from runners.instruments.subject import Branches, Options, ResultShapeError
 from runners.kernels.inputs import Inputs
 from service.wire import Case, EntropyMode
 
@@ -30,8 +30,7 @@ from service.wire import Case, EntropyMode
 LARGEST_ELEMENTS = 1 << 19
 # One call a row: enough rows for every kind of last chunk.
 _CHUNKED_ROWS = 16
-# How long one thread waits for the other between forward and backward.
-_MEETING_SECONDS = 30
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALL_MODES: tuple[EntropyMode, ...] = ("off", "value", "gradient")
 
 
@@ -39,7 +38,7 @@ _ALL_MODES: tuple[EntropyMode, ...] = ("off", "value", "gradient")
 class Probe:
     """A kernel on a case: `result` is what it gave on `inputs`."""
 
-    subject: Subject
+    kernel: Measured
     inputs: Inputs
     how: Options
     result: Branches
@@ -68,7 +67,7 @@ def run_checks(probe: Probe) -> dict[str, str | None]:
 
 def _means_something(check: _Check, probe: Probe) -> bool:
     has_rows = probe.inputs.logits.shape[0] > 0
-    return check.takes <= probe.subject.takes and probe.how.entropy in check.modes and (has_rows or not check.rows)
+    return check.takes <= probe.kernel.takes and probe.how.entropy in check.modes and (has_rows or not check.rows)
 
 
 def _reason(check: _Check, probe: Probe) -> str | None:
@@ -76,18 +75,14 @@ def _reason(check: _Check, probe: Probe) -> str | None:
         return check.find_fault(probe)
     except ResultShapeError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 -- a kernel under measurement may raise anything
-        return f"raised {describe(error)}"
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of its message."""
-    lines = printable(str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
+    except RaisedError as error:
+        return f"raised {error}"
+    except Exception as error:  # noqa: BLE001 -- a kernel under measurement may return anything
+        return f"cannot be compared: {describe(error)}"
 
 
 def _entropy_presence(probe: Probe) -> str | None:
-    entropy = forward(probe.subject, fresh(probe.inputs), probe.how).entropy
+    entropy = probe.kernel.ask(Call("outputs", probe.how), probe.inputs).entropy
     wanted = probe.how.entropy != "off"
     if (entropy is not None) == wanted:
         return None
@@ -95,16 +90,18 @@ def _entropy_presence(probe: Probe) -> str | None:
 
 
 def _entropy_requires_grad(probe: Probe) -> str | None:
-    entropy = forward(probe.subject, fresh(probe.inputs), probe.how).entropy
-    if entropy is None:
+    got = probe.kernel.ask(Call("outputs", probe.how), probe.inputs)
+    if got.entropy is None:
         return "entropy is None"
     if probe.how.entropy == "gradient":
-        return None if entropy.requires_grad else "entropy's gradient was asked for and entropy does not require grad"
-    return "entropy was asked for as a value and requires grad" if entropy.requires_grad else None
+        if "entropy" in got.requires_grad:
+            return None
+        return "entropy's gradient was asked for and entropy does not require grad"
+    return "entropy was asked for as a value and requires grad" if "entropy" in got.requires_grad else None
 
 
 def _gradient_defined(probe: Probe) -> str | None:
-    result = branches(probe.subject, probe.inputs, probe.how)
+    result = _branches(probe)
     if result.g_log_prob is None:
         return "a loss on log_prob alone leaves the logits without a gradient"
     if probe.how.entropy == "gradient" and result.g_entropy is None:
@@ -112,30 +109,29 @@ def _gradient_defined(probe: Probe) -> str | None:
     return None
 
 
-def _inputs_unchanged(probe: Probe) -> str | None:
-    mine = fresh(probe.inputs)
-    step_gradient(forward(probe.subject, mine, probe.how), mine, probe.how)
+def inputs_changed(before: Inputs, after: Inputs) -> str | None:
+    """The fault if a kernel did not leave its inputs as they were."""
     for name in ("logits", "targets", "keep_mask"):
-        before, after = getattr(probe.inputs, name), getattr(mine, name)
-        if before is not None and not _same_bits(before, after):
+        if not _same_bits(getattr(before, name), getattr(after, name)):
             return f"{name} was changed by forward and backward"
     return None
 
 
+def thread_fault(answers: Sequence[Answer]) -> str | None:
+    """The fault if a kernel computes where the instruments see nothing."""
+    count = max(answer.operations_elsewhere for answer in answers)
+    return f"{count} operations ran on other threads, where nothing is measured" if count else None
+
+
 def _second_backward(probe: Probe) -> str | None:
-    mine = fresh(probe.inputs)
-    log_prob = forward(probe.subject, mine, probe.how).log_prob
-    arguments = (log_prob, mine.logits, mine.upstream_log_prob)
-    first = _kept(torch.autograd.grad(*arguments, retain_graph=True, allow_unused=True)[0])
-    try:
-        second = torch.autograd.grad(*arguments, allow_unused=True)[0]
-    except Exception:  # noqa: BLE001 -- any loud error will do
+    first, *second = probe.kernel.ask(Call("second_backward", probe.how), probe.inputs).gradients
+    if not second or _same_bits(first, second[0]):
         return None
-    return None if _same_bits(first, second) else "a second backward differs from the first without an error"
+    return "a second backward differs from the first without an error"
 
 
 def _repeat_bitwise(probe: Probe) -> str | None:
-    again = branches(probe.subject, probe.inputs, probe.how)
+    again = _branches(probe)
     for name in Branches.__slots__:
         if not _same_bits(getattr(probe.result, name), getattr(again, name)):
             return f"{_word(name)} differs from one call to the next on equal inputs"
@@ -145,21 +141,16 @@ def _repeat_bitwise(probe: Probe) -> str | None:
 def _reused_buffer(probe: Probe) -> str | None:
     """New logits in the memory of earlier ones give what they give in memory that the kernel has not seen."""
     other = replace(probe.inputs, logits=probe.inputs.logits.roll((1, 1), (0, 1)))
-    mine = fresh(probe.inputs)
-    forward(probe.subject, mine, probe.how)
-    with torch.no_grad():
-        mine.logits.copy_(other.logits)
-    reused = forward(probe.subject, mine, probe.how).log_prob
-    elsewhere = forward(probe.subject, _at_a_new_address(other), probe.how).log_prob
-    return None if _same_bits(elsewhere, reused) else "log_prob of new logits in reused memory is stale"
+    got = probe.kernel.ask(Call("reused_buffer", probe.how), other)
+    return None if _same_bits(got.elsewhere, got.log_prob) else "log_prob of new logits in reused memory is stale"
 
 
 def _chunk_invariant(probe: Probe) -> str | None:
     few = replace(probe, inputs=_rows(probe.inputs, _CHUNKED_ROWS))
     tokens = few.inputs.logits.shape[0]
-    whole = branches(few.subject, few.inputs, replace(few.how, chunk_size=None))
+    whole = _branches(few, chunk_size=None)
     for size in sorted({1, 2, max(1, tokens - 1), tokens, tokens + 3}):
-        chunked = branches(few.subject, few.inputs, replace(few.how, chunk_size=size))
+        chunked = _branches(few, chunk_size=size)
         if fault := _difference(few, whole, chunked):
             return f"chunk_size={size}: {fault}"
     return None
@@ -168,15 +159,15 @@ def _chunk_invariant(probe: Probe) -> str | None:
 def _mask_target_kept(probe: Probe) -> str | None:
     absent = _target_absent_mask(probe.inputs)
     present = absent.scatter(1, probe.inputs.targets[:, None], True)
-    without = branches(probe.subject, replace(probe.inputs, keep_mask=absent), probe.how)
-    with_target = branches(probe.subject, replace(probe.inputs, keep_mask=present), probe.how)
+    without = _branches(probe, replace(probe.inputs, keep_mask=absent))
+    with_target = _branches(probe, replace(probe.inputs, keep_mask=present))
     fault = _difference(probe, with_target, without)
     return fault and f"target masked out: {fault}"
 
 
 def _mask_zero_gradient(probe: Probe) -> str | None:
     mask = _target_absent_mask(probe.inputs)
-    g_log_prob = branches(probe.subject, replace(probe.inputs, keep_mask=mask), probe.how).g_log_prob
+    g_log_prob = _branches(probe, replace(probe.inputs, keep_mask=mask)).g_log_prob
     if g_log_prob is None:
         return "the masked log-prob has no gradient"
     dropped = ~mask.scatter(1, probe.inputs.targets[:, None], True)
@@ -185,15 +176,15 @@ def _mask_zero_gradient(probe: Probe) -> str | None:
 
 
 def _mask_entropy_unmasked(probe: Probe) -> str | None:
-    unmasked = branches(probe.subject, replace(probe.inputs, keep_mask=None), probe.how)
-    masked = branches(probe.subject, replace(probe.inputs, keep_mask=_target_absent_mask(probe.inputs)), probe.how)
+    unmasked = _branches(probe, replace(probe.inputs, keep_mask=None))
+    masked = _branches(probe, replace(probe.inputs, keep_mask=_target_absent_mask(probe.inputs)))
     entropy_only = replace(masked, log_prob=unmasked.log_prob, g_log_prob=unmasked.g_log_prob)
     fault = _difference(probe, unmasked, entropy_only)
     return fault and f"with a keep-mask: {fault}"
 
 
 def _empty_batch(probe: Probe) -> str | None:
-    none = branches(probe.subject, _rows(probe.inputs, 0), probe.how)
+    none = _branches(probe, _rows(probe.inputs, 0))
     if none.g_log_prob is None:
         return "log_prob is not connected to the logits"
     if probe.how.entropy == "gradient" and none.g_entropy is None:
@@ -202,8 +193,9 @@ def _empty_batch(probe: Probe) -> str | None:
 
 
 def _noncontiguous_logits(probe: Probe) -> str | None:
-    for layout, copy in (("transposed", _transposed), ("sliced", _sliced)):
-        strided = branches(probe.subject, probe.inputs, probe.how, copy)
+    layouts: tuple[Layout, ...] = ("transposed", "sliced")
+    for layout in layouts:
+        strided = branches_of(probe.kernel, probe.inputs, probe.how, layout=layout)
         if fault := _difference(probe, probe.result, strided):
             return f"{layout} logits: {fault}"
     return None
@@ -213,8 +205,8 @@ def _half_precision_logits(probe: Probe) -> str | None:
     for dtype in (torch.bfloat16, torch.float16):
         rounded = replace(probe.inputs, logits=probe.inputs.logits.to(dtype))
         upcast = replace(probe.inputs, logits=rounded.logits.float())
-        half = branches(probe.subject, rounded, probe.how)
-        full = branches(probe.subject, upcast, probe.how)
+        half = _branches(probe, rounded)
+        full = _branches(probe, upcast)
         if fault := _difference(probe, full, half, unit=float(torch.finfo(dtype).eps)):
             return f"{dtype} logits: {fault}"
     return None
@@ -239,29 +231,33 @@ def _with_first_target(probe: Probe, target: int) -> Branches | None:
     upstream = torch.ones_like(probe.inputs.upstream_log_prob)
     inputs = replace(probe.inputs, targets=targets, upstream_log_prob=upstream)
     try:
-        return branches(probe.subject, inputs, replace(probe.how, entropy="off"))
-    except Exception:  # noqa: BLE001 -- any loud error will do
+        return _branches(probe, inputs, entropy="off")
+    except RaisedError:
         return None
 
 
 def _result_dtype(probe: Probe) -> str | None:
-    mine = fresh(probe.inputs)
-    outputs = forward(probe.subject, mine, probe.how)
-    for name, output in (("log_prob", outputs.log_prob), ("entropy", outputs.entropy)):
+    got = probe.kernel.ask(Call("step", probe.how), probe.inputs)
+    for name, output in (("log_prob", got.log_prob), ("entropy", got.entropy)):
         if output is not None and output.dtype != torch.float32:
             return f"{name} is {output.dtype}, not torch.float32"
-    got = step_gradient(outputs, mine, probe.how)
-    if got is not None and got.dtype != mine.logits.dtype:
-        return f"the gradient is {got.dtype}, not {mine.logits.dtype}"
+    (gradient,) = got.gradients
+    if gradient is not None and gradient.dtype != probe.inputs.logits.dtype:
+        return f"the gradient is {gradient.dtype}, not {probe.inputs.logits.dtype}"
     return None
 
 
 def _zero_upstream(probe: Probe) -> str | None:
-    inputs = fresh(probe.inputs)
-    logits = inputs.logits.detach()
+    logits, upstream_log_prob, upstream_entropy = (
+        tensor.clone()
+        for tensor in (probe.inputs.logits, probe.inputs.upstream_log_prob, probe.inputs.upstream_entropy)
+    )
     logits[0] = torch.nan
-    inputs.upstream_log_prob[0] = inputs.upstream_entropy[0] = 0.0
-    result = branches(probe.subject, replace(inputs, logits=logits), probe.how)
+    upstream_log_prob[0] = upstream_entropy[0] = 0.0
+    inputs = replace(
+        probe.inputs, logits=logits, upstream_log_prob=upstream_log_prob, upstream_entropy=upstream_entropy
+    )
+    result = _branches(probe, inputs)
     for name, got in (("log_prob", result.g_log_prob), ("entropy", result.g_entropy)):
         if got is not None and not bool((got[0] == 0).all()):
             return f"a row of NaN logits without an upstream gradient has a non-zero {name} gradient"
@@ -269,22 +265,19 @@ def _zero_upstream(probe: Probe) -> str | None:
 
 
 def _result_shape(probe: Probe) -> str | None:
-    forward(probe.subject, fresh(probe.inputs), probe.how)  # raises where they have not
+    probe.kernel.ask(Call("outputs", probe.how), probe.inputs)  # raises where they have not
     return None
 
 
 def _no_grad(probe: Probe) -> str | None:
     """Serving and reference log-probs are made this way."""
-    for mode in (torch.no_grad, torch.inference_mode):
-        mine = fresh(probe.inputs)
-        with mode():
-            outputs = forward(probe.subject, mine, probe.how)
-        if outputs.log_prob.requires_grad or (outputs.entropy is not None and outputs.entropy.requires_grad):
-            return f"{mode.__name__}: an output requires grad"
-        if fault := _difference(
-            probe, _values_of(probe.result), Branches(outputs.log_prob, outputs.entropy, None, None)
-        ):
-            return f"{mode.__name__}: {fault}"
+    modes: tuple[Surroundings, ...] = ("no_grad", "inference_mode")
+    for mode in modes:
+        got = probe.kernel.ask(Call("outputs", probe.how, surroundings=mode), probe.inputs)
+        if got.requires_grad:
+            return f"{mode}: an output requires grad"
+        if fault := _difference(probe, _values_of(probe.result), _as_branches(got)):
+            return f"{mode}: {fault}"
     return None
 
 
@@ -292,47 +285,36 @@ def _values_of(result: Branches) -> Branches:
     return replace(result, g_log_prob=None, g_entropy=None)
 
 
+def _as_branches(got: Answer) -> Branches:
+    assert got.log_prob is not None
+    return Branches(got.log_prob, got.entropy, None, None)
+
+
 def _autocast(probe: Probe) -> str | None:
     """A trainer calls its loss inside the autocast of its model."""
-    with torch.autocast(probe.inputs.logits.device.type, dtype=torch.bfloat16):
-        inside = branches(probe.subject, probe.inputs, probe.how)
+    inside = branches_of(probe.kernel, probe.inputs, probe.how, surroundings="autocast")
     fault = _difference(probe, probe.result, inside)
     return fault and f"under bfloat16 autocast: {fault}"
 
 
 def _thread_safe(probe: Probe) -> str | None:
-    """Two steps in two threads, each on inputs of its own, both forwards before either backward."""
-    both = (probe.inputs, _turned(probe.inputs))
-    alone = [_step(probe, inputs, lambda: None) for inputs in both]
-    meeting = threading.Barrier(len(both), timeout=_MEETING_SECONDS)
-    with ThreadPoolExecutor(len(both)) as pool:
-        steps = [pool.submit(_step, probe, inputs, meeting.wait) for inputs in both]
-        together = [step.result() for step in steps]
-    for inputs, one, other in zip(both, alone, together, strict=True):
-        if fault := _difference(replace(probe, inputs=inputs), one, other):
+    """Two steps in two threads, each on inputs of its own."""
+    both = (probe.inputs, turned(probe.inputs))
+    alone = [probe.kernel.ask(Call("step", probe.how), inputs) for inputs in both]
+    together = probe.kernel.ask(Call("two_threads", probe.how), probe.inputs)
+    assert together.log_prob is not None
+    entropies = (None, None) if together.entropy is None else together.entropy.chunk(2)
+    outputs = zip(together.log_prob.chunk(2), entropies, together.gradients, strict=True)
+    for inputs, one, (log_prob, entropy, gradient) in zip(both, alone, outputs, strict=True):
+        apart = replace(_as_branches(one), g_log_prob=one.gradients[0])
+        if fault := _difference(replace(probe, inputs=inputs), apart, Branches(log_prob, entropy, gradient, None)):
             return f"beside another thread: {fault}"
     return None
 
 
-def _turned(inputs: Inputs) -> Inputs:
-    """The same rows in another order."""
-    return Inputs(
-        logits=inputs.logits.flip(0),
-        targets=inputs.targets.flip(0),
-        keep_mask=None if inputs.keep_mask is None else inputs.keep_mask.flip(0),
-        upstream_log_prob=inputs.upstream_log_prob.flip(0),
-        upstream_entropy=inputs.upstream_entropy.flip(0),
-    )
-
-
-def _step(probe: Probe, inputs: Inputs, between: Callable[[], object]) -> Branches:
-    """Outputs and the step's gradient, with something between forward and backward."""
-    mine = fresh(inputs)
-    outputs = forward(probe.subject, mine, probe.how)
-    log_prob, entropy = outputs.log_prob.detach().clone(), outputs.entropy
-    entropy = None if entropy is None else entropy.detach().clone()
-    between()
-    return Branches(log_prob, entropy, step_gradient(outputs, mine, probe.how), None)
+def _branches(probe: Probe, inputs: Inputs | None = None, **changed: Any) -> Branches:
+    """Outputs and gradients on the probe's inputs, or on others, with some options changed."""
+    return branches_of(probe.kernel, inputs or probe.inputs, replace(probe.how, **changed))
 
 
 _MASK = frozenset({"keep_mask"})
@@ -348,7 +330,6 @@ _CHECKS = (
         rows=False,
     ),
     _Check("gradient_defined", _gradient_defined, rows=False),
-    _Check("inputs_unchanged", _inputs_unchanged),
     _Check("second_backward", _second_backward),
     _Check("repeat_bitwise", _repeat_bitwise),
     _Check("chunk_invariant", _chunk_invariant, takes=frozenset({"chunk_size"})),
@@ -440,37 +421,13 @@ def _rows(inputs: Inputs, count: int) -> Inputs:
     )
 
 
-def _at_a_new_address(inputs: Inputs) -> Inputs:
-    """A copy whose logits start inside an allocation, where those of an earlier call never did."""
-    buffer = torch.empty(inputs.logits.numel() + 16, dtype=inputs.logits.dtype)
-    logits = buffer[16:].view(inputs.logits.shape).copy_(inputs.logits)
-    return replace(fresh(inputs), logits=logits.requires_grad_())
-
-
-def _transposed(inputs: Inputs) -> Inputs:
-    """A copy whose logits are stored by column."""
-    return fresh(replace(inputs, logits=inputs.logits.t().contiguous().t()))
-
-
-def _sliced(inputs: Inputs) -> Inputs:
-    """A copy whose logits are columns of a wider buffer."""
-    tokens, vocabulary = inputs.logits.shape
-    wide = torch.full((tokens, vocabulary + 2), torch.nan, dtype=inputs.logits.dtype)
-    wide[:, 1:-1] = inputs.logits
-    return replace(fresh(inputs), logits=wide[:, 1:-1].requires_grad_())
-
-
 def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
-
-
-def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy that a later backward cannot overwrite."""
-    return None if tensor is None else tensor.clone()
+    bits = _BITS[a.element_size()]
+    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(bits) for tensor in (a, b)))
 
 
 def _word(name: str) -> str:

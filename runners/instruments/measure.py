@@ -1,24 +1,25 @@
 """Measures one kernel on one case: correctness first, then checks, memory, work and time, in that order.
 
-It decides nothing about a value and knows no history; how a kernel is found and bound is runners.targets' matter.
+It decides nothing about a value and knows no history, and it calls no kernel: it asks one that may be in another
+process. How a kernel is found and bound is runners.kernel_process' matter.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from runners.instruments import checks
 from runners.instruments.accuracy import Yardstick, numeric_metrics, permuted, yardstick
-from runners.instruments.memory import measure_memory
-from runners.instruments.parallel import Ranks, RanksError, measure_over_ranks
-from runners.instruments.subject import ARGUMENTS, Branches, Options, ResultShapeError, Subject, branches, options
-from runners.instruments.timing import compilations, first_call_seconds, measure_time
-from runners.instruments.work import measure_work
+from runners.instruments.calls import Answer, Call, Measured, RaisedError, Rank, branches_of, describe
+from runners.instruments.parallel import RanksError, measure_over_ranks
+from runners.instruments.subject import ARGUMENTS, Branches, Options, ResultShapeError, Subject, options
+from runners.instruments.unseen import fault_on, unseen
 from runners.kernels.inputs import Inputs, digest, make_inputs
+from service.catalogue import BY_NAME, MetricClass
 from service.wire import Case, Measurement, Outcome
 
 __all__ = ["ARGUMENTS", "ResultShapeError", "Subject", "measure_case"]
@@ -37,60 +38,62 @@ class _Findings:
 
 
 def measure_case(
-    subject: Subject,
-    case: Case,
-    *,
-    role: Literal["kernel", "control"] = "kernel",
-    group: dist.ProcessGroup | None = None,
-    repetitions: int = 5,
+    kernel: Measured, case: Case, *, role: Literal["kernel", "control"] = "kernel", repetitions: int = 5
 ) -> Measurement:
-    """Everything about `subject` on `case`; an exception in the kernel is an outcome, not an exception.
+    """Everything about `kernel` on `case`; an exception in the kernel is an outcome, not an exception.
 
-    `group` is handed to a kernel that takes one; it must hold the whole vocabulary (size 1). `repetitions` is the
-    number of time samples. No time is stored for a case whose checks or numbers failed. The contract metrics
-    `callable` and `completes` are the caller's, who alone sees a kernel die. Raises ValueError for a case that is
-    split over several ranks: that is measure_split_case's.
+    `repetitions` is the number of time samples. No time is stored for a case whose checks or numbers failed. The
+    contract metrics `callable` and `completes` are the caller's, who alone sees a kernel die. Raises ValueError for a
+    case that is split over several ranks: that is measure_split_case's.
     """
-    if case.tensor_parallel != 1 or (group is not None and group.size() != 1):
+    if case.tensor_parallel != 1:
         raise ValueError(f"case {case.id} is split over ranks: measure_case measures the whole vocabulary on one rank")
     found = _Findings()
-    if subject.omitted:
-        found.notes["arguments"] = f"not taken by this commit and left out: {', '.join(subject.omitted)}"
+    if kernel.omitted:
+        found.notes["arguments"] = f"not taken by this commit and left out: {', '.join(kernel.omitted)}"
     inputs, inputs_digest = _inputs(_inputs_case(case))
     yard = _yardstick(_inputs_case(case))  # outside the try: a failure of ours is not the kernel's outcome
     outcome: Outcome = "ok"
     try:
-        _measure(subject, case, inputs, options(case, group), yard, repetitions, found)
-    except Exception as error:  # noqa: BLE001 -- a kernel under measurement may raise anything
-        outcome = "out_of_memory" if _is_out_of_memory(error) else "raised"
-        found.notes["outcome"] = checks.describe(error)
+        _measure(kernel, case, inputs, yard, repetitions, found)
+    except RaisedError as error:
+        outcome = _outcome(error)
+        found.notes["outcome"] = str(error)
+        if error.import_failure is not None:
+            found = _Findings(notes={"outcome": f"the entry cannot be called: {error.import_failure}"})
+    except Exception as error:  # noqa: BLE001 -- a kernel under measurement may return anything
+        outcome = "raised"
+        found.notes["outcome"] = f"its results cannot be read: {describe(error)}"
     return Measurement(
-        kernel=subject.name,
+        kernel=kernel.name,
         role=role,
         case=case,
         outcome=outcome,
         inputs_digest=inputs_digest,
         values=found.values,
         nonfinite=found.nonfinite,
-        notes=found.notes,
+        notes=found.notes | kernel.doubts,
     )
 
 
-def measure_split_case(subject: Subject, case: Case, ranks: Ranks) -> Measurement:
-    """Everything about `subject` on a case that is split over ranks. Every rank calls this and gets a measurement; the
-    first rank's is the one to keep. After another outcome than `ok` the ranks are no longer in step: end them.
+def measure_split_case(ranks: Sequence[Rank], case: Case) -> Measurement:
+    """Everything about a kernel on a case that is split over ranks. After another outcome than `ok` the ranks are no
+    longer in step: end them.
     """
-    found = _Findings()
-    if subject.omitted:
-        found.notes["arguments"] = f"not taken by this commit and left out: {', '.join(subject.omitted)}"
+    found, first = _Findings(), ranks[0]
+    if first.omitted:
+        found.notes["arguments"] = f"not taken by this commit and left out: {', '.join(first.omitted)}"
     inputs, inputs_digest = _inputs(_inputs_case(case))
     yard = _yardstick(_inputs_case(case))
     outcome: Outcome = "ok"
     try:
-        measured = measure_over_ranks(subject, inputs, options(case), yard, ranks, exact_readings=_EXACT_READINGS)
+        measured = measure_over_ranks(ranks, inputs, options(case), yard, draw=case.id, exact_readings=_EXACT_READINGS)
     except RanksError as error:
         outcome = "raised"
         found.notes["outcome"] = str(error)
+    except Exception as error:  # noqa: BLE001 -- a kernel under measurement may return anything
+        outcome = "raised"
+        found.notes["outcome"] = f"its results cannot be read: {describe(error)}"
     else:
         for name, samples in measured.values.items():
             if all(map(math.isfinite, samples)):
@@ -98,58 +101,79 @@ def measure_split_case(subject: Subject, case: Case, ranks: Ranks) -> Measuremen
             else:
                 found.nonfinite.append(name)
         _record_checks(measured.faults, found)
-        if ranks.rank == 0 and (fault := _incorrect(found)):
+        if fault := _incorrect(found):
             found.notes["timing"] = f"not stored: {fault}"
             found.values = {name: one for name, one in found.values.items() if not name.endswith("_seconds")}
     return Measurement(
-        kernel=subject.name,
+        kernel=first.name,
         case=case,
         outcome=outcome,
         inputs_digest=inputs_digest,
         values=found.values,
         nonfinite=found.nonfinite,
-        notes=found.notes,
+        notes=found.notes | {topic: doubt for rank in ranks for topic, doubt in rank.doubts.items()},
     )
 
 
-def _measure(
-    subject: Subject,
-    case: Case,
-    inputs: Inputs,
-    how: Options,
-    yard: Yardstick,
-    repetitions: int,
-    found: _Findings,
-) -> None:
-    compiled_before = compilations()
+def _outcome(error: RaisedError) -> Outcome:
+    if error.import_failure is not None:
+        return "unmeasurable"
+    return "out_of_memory" if error.out_of_memory else "raised"
+
+
+def _measure(kernel: Measured, case: Case, inputs: Inputs, yard: Yardstick, repetitions: int, found: _Findings) -> None:
+    how = options(case)
     try:
-        first_call = first_call_seconds(subject, inputs, how)
-        result = branches(subject, inputs, how)
+        first = kernel.ask(Call("first", how), inputs)
+        result = branches_of(kernel, inputs, how)
     except ResultShapeError as error:
-        found.values["result_shape"] = [0.0]
-        found.notes["result_shape"] = str(error)
+        _record_checks({"result_shape": str(error)}, found)
         return
-    _record_numbers(subject, inputs, how, result, yard, found)
+    _record_numbers(kernel, inputs, how, result, yard, found)
     if checks.applies(case):
-        _record_checks(checks.run_checks(checks.Probe(subject, inputs, how, result)), found)
+        _record_checks(checks.run_checks(checks.Probe(kernel, inputs, how, result)), found)
     del result
-    for _ in range(_EXACT_READINGS):
-        for reading in (measure_memory(subject, inputs, how), measure_work(subject, inputs, how)):
-            for name, value in asdict(reading).items():
-                found.values.setdefault(name, []).append(float(value))
+    _record_exact(kernel, case, inputs, how, found)
     if fault := _incorrect(found):
         found.notes["timing"] = f"not stored: {fault}"
         return
-    found.values |= measure_time(subject, inputs, how, repetitions=repetitions)
-    found.values["first_call_seconds"] = [first_call]
-    found.values["compilations"] = [float(compilations() - compiled_before)]
+    found.values |= kernel.ask(Call("time", how, repetitions=repetitions, draw=case.id), inputs).samples
+    found.values |= first.samples | kernel.ask(Call("compilations", how), inputs).samples
+
+
+def _record_exact(kernel: Measured, case: Case, inputs: Inputs, how: Options, found: _Findings) -> None:
+    """Memory and work, each on inputs that the kernel has not seen; and whether what it computed meanwhile is right.
+
+    Inputs that a memory pass changes count as changed at any size.
+    """
+    errors = {name: samples[0] for name, samples in found.values.items()}
+    faults: dict[str, str | None] = dict.fromkeys(("unseen_inputs", "inputs_unchanged", "own_thread"))
+    for reading in range(_EXACT_READINGS):
+        for kind in ("memory", "work"):
+            given = unseen(inputs, f"{case.id} {kind} {reading}")
+            got = kernel.ask(Call(kind, how), given)
+            for name, samples in got.samples.items():
+                found.values.setdefault(name, []).extend(samples)
+            faults = {name: faults[name] or fault for name, fault in _faults(given, how, got, errors).items()}
+    _record_checks(faults if case.tokens else {"own_thread": faults["own_thread"]}, found)
+
+
+def _faults(given: Inputs, how: Options, got: Answer, errors: Mapping[str, float]) -> dict[str, str | None]:
+    assert got.log_prob is not None
+    (gradient,) = got.gradients
+    wrong = fault_on(given, how, log_prob=got.log_prob, entropy=got.entropy, gradient=gradient, errors=errors)
+    return {
+        "unseen_inputs": wrong,
+        "inputs_unchanged": None if got.left is None else checks.inputs_changed(given, got.left),
+        "own_thread": checks.thread_fault([got]),
+    }
 
 
 def _record_numbers(
-    subject: Subject, inputs: Inputs, how: Options, result: Branches, yard: Yardstick, found: _Findings
+    kernel: Measured, inputs: Inputs, how: Options, result: Branches, yard: Yardstick, found: _Findings
 ) -> None:
     shuffled_inputs, place = permuted(inputs)
-    shuffled = branches(subject, shuffled_inputs, how)
+    shuffled = branches_of(kernel, shuffled_inputs, how)
     del shuffled_inputs
     metrics = numeric_metrics(inputs, how, result, shuffled, place, yard)
     for name, value in metrics.items():
@@ -168,7 +192,7 @@ def _record_checks(faults: dict[str, str | None], found: _Findings) -> None:
 
 def _incorrect(found: _Findings) -> str | None:
     """Why no time of this case is to be celebrated, None if it may be."""
-    failed = sorted(set(found.notes) - {"arguments"})
+    failed = sorted(name for name, samples in found.values.items() if _is_check(name) and 0.0 in samples)
     if failed:
         return f"failed {', '.join(failed)}"
     if found.nonfinite:
@@ -178,9 +202,8 @@ def _incorrect(found: _Findings) -> str | None:
     return None
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch's CPU allocator raises a bare RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _is_check(name: str) -> bool:
+    return BY_NAME[name].metric_class is MetricClass.CONTRACT
 
 
 def _inputs_case(case: Case) -> Case:

@@ -4,19 +4,13 @@ torch.profiler reports every allocation of this thread and every release of a te
 byte and in time order, so that the same kernel gives the same figures in every process.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
+from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
-
-from runners.instruments.subject import Options, Outputs, Subject, collector_off, forward, fresh, step_gradient
+from runners.instruments.profiler import FORWARD_ENDS, events, mark, single
+from runners.instruments.subject import Options, Outputs, Step, Subject, collector_off, forward, fresh, step_gradient
 from runners.kernels.inputs import Inputs
-
-_FORWARD_ENDS = "ulpwatch.forward-ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +29,23 @@ class MemoryReading:
 
 
 def measure_memory(subject: Subject, inputs: Inputs, how: Options) -> MemoryReading:
-    """One reading of forward + backward; the subject has been called on these options before (warm-up).
+    """The reading of one memory_pass."""
+    return memory_pass(subject, inputs, how)[0]
 
-    The gradient is held until the region ends, and no earlier gradient is there to be replaced or added to.
+
+def memory_pass(subject: Subject, inputs: Inputs, how: Options) -> tuple[MemoryReading, Step]:
+    """One reading of forward + backward, and what was computed meanwhile. Raises OwnProfilerError.
+
+    The subject has been called on these options before (warm-up). The gradient is held until the region ends, and no
+    earlier gradient is there to be replaced or added to.
     """
-    _warm_profiler()
     mine = fresh(inputs)
-    with collector_off(), _allocation_events() as record:
+    with collector_off(), events(memory=True) as seen:
         outputs = forward(subject, mine, how)
         output_bytes = _own_bytes(outputs)
-        with record_function(_FORWARD_ENDS):
-            pass
-        held = step_gradient(outputs, mine, how)
-    del held
-    return reading(*_split(record[0]), output_bytes=output_bytes)
+        mark(FORWARD_ENDS)
+        gradient = step_gradient(outputs, mine, how)
+    return reading(*_split(seen), output_bytes=output_bytes), Step(mine, outputs, gradient)
 
 
 def reading(forward_sizes: list[int], backward_sizes: list[int], *, output_bytes: int) -> MemoryReading:
@@ -64,25 +61,10 @@ def reading(forward_sizes: list[int], backward_sizes: list[int], *, output_bytes
     )
 
 
-@contextmanager
-def _allocation_events() -> Iterator[list[profile]]:
-    record: list[profile] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield record
-    record.append(profiler)
-
-
-def _split(profiler: profile) -> tuple[list[int], list[int]]:
+def _split(seen: list[Any]) -> tuple[list[int], list[int]]:
     """Allocation sizes of the forward and of the backward, each in time order."""
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
-    (boundary,) = (event.start_ns() for event in events if event.name() == _FORWARD_ENDS)
-    sizes = [
-        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]  # torch's stub lacks it
-        for event in events
-        if event.name() == "[memory]"
-    ]
+    boundary = single(seen, FORWARD_ENDS).start_ns()
+    sizes = [(event.start_ns(), event.nbytes()) for event in seen if event.name() == "[memory]"]
     sizes.sort(key=lambda pair: pair[0])
     return [size for at, size in sizes if at < boundary], [size for at, size in sizes if at >= boundary]
 
@@ -91,10 +73,3 @@ def _own_bytes(outputs: Outputs) -> int:
     """Bytes of the outputs' elements; the rest of a larger storage that an output is a view of is saved memory."""
     tensors = [outputs.log_prob] if outputs.entropy is None else [outputs.log_prob, outputs.entropy]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-@cache
-def _warm_profiler() -> None:
-    """The first profile of a process costs a second and allocates for itself."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
-        torch.empty(1).add_(1)

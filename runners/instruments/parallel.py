@@ -1,51 +1,31 @@
-"""Measures one kernel on one case that is split over ranks. Every rank runs this in step; the first one tells.
+"""Measures one kernel on one case that is split over ranks, each in a process of its own.
 
-Each rank makes the whole inputs and takes its columns. What is asked of the kernel, and in which order, is the same on
-every rank. What a rank found travels over a group of its own, so that a kernel whose collectives do not match costs its
-case and is told from one that raises.
+Every rank gets its columns of the inputs and is asked the same; all are asked before any is heard, so that the
+kernel's collectives meet. A kernel whose collectives do not match costs its case.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from runners.instruments.accuracy import Yardstick, numeric_metrics, permuted
-from runners.instruments.checks import describe
-from runners.instruments.memory import measure_memory
-from runners.instruments.subject import Branches, Options, Subject, branches
-from runners.instruments.timing import measure_time
-from runners.instruments.work import count_work
+from runners.instruments.calls import Answer, Call, Kind, RaisedError, Rank, as_branches, branches_of
+from runners.instruments.checks import inputs_changed, thread_fault
+from runners.instruments.subject import Branches, Options, ResultShapeError
+from runners.instruments.unseen import fault_on, unseen
 from runners.kernels.inputs import Inputs
-
-_Found = TypeVar("_Found")
 
 # A result may move with the number of ranks by so many times what a permuted vocabulary moves it (KERNELS.md, gates).
 NOISES = 10.0
 # By chance a permuted vocabulary moves nothing: two ulp are always allowed, an ulp of x is at most 2 u |x|.
 _ULPS, _UNIT = 4.0, 2.0**-24
+_EXACT: tuple[Kind, ...] = ("memory", "work")
 
 
 class RanksError(RuntimeError):
     """The kernel raised on some rank, or the ranks waited for each other in vain. Its message names the ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The ranks of a case as one of them sees them.
-
-    `kernel` is the group that the kernel is handed, `talk` one that only we use; `alone` is what the kernel is handed
-    when this rank holds the whole vocabulary: a group of one, or None.
-    """
-
-    rank: int
-    size: int
-    kernel: dist.ProcessGroup
-    talk: dist.ProcessGroup
-    alone: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,62 +48,63 @@ def shard(inputs: Inputs, rank: int, size: int) -> Inputs:
 
 
 def measure_over_ranks(
-    subject: Subject,
+    ranks: Sequence[Rank],
     inputs: Inputs,
     how: Options,
     yard: Yardstick,
-    ranks: Ranks,
     *,
+    draw: str,
     exact_readings: int = 2,
     repetitions: int = 5,
 ) -> ParallelFindings:
-    """Numbers, memory, work, collectives and time of `subject`, split over `ranks`; `inputs` are the whole ones.
+    """Numbers, memory, work, collectives and time of a kernel that is split over `ranks`; `inputs` are the whole ones,
+    and `draw` makes words for those that no rank has seen.
 
-    The gathered shards are held against the oracle, and against the subject's own result where one rank holds all.
-    Bytes, counts and errors are those of the worst rank, times the first rank's. Only the first rank's findings mean
-    anything. Raises RanksError on every rank if the kernel fails on any.
+    The gathered shards are held against the oracle, and against the kernel's own result where one rank holds all.
+    Bytes, counts and errors are those of the worst rank, times the first rank's. Raises RanksError.
     """
-    mine, split = shard(inputs, ranks.rank, ranks.size), replace(how, group=ranks.kernel)
-    parts = together(ranks, lambda: branches(subject, mine, split))
-    (whole, *_) = together(ranks, lambda: _alone(subject, inputs, how, ranks))
-    values: dict[str, list[float]] = {}
-    faults: dict[str, str | None] = {}
-    if whole is not None:
-        numbers = _numbers(inputs, how, _joined(parts), whole, yard) | {"rank_disagree": float(disagreeing_rows(parts))}
-        values = {name: [value] for name, value in numbers.items()}
-        faults["tp_invariant"] = variance_fault(numbers, _joined(parts), whole.result)
+    parts = [as_branches(part) for part in together(ranks, Call("branches", how), inputs)]
+    whole = _alone(ranks[0], inputs, how)
+    numbers = _numbers(inputs, how, _joined(parts), whole, yard) | {"rank_disagree": float(disagreeing_rows(parts))}
+    values = {name: [value] for name, value in numbers.items()}
+    faults = {"tp_invariant": variance_fault(numbers, _joined(parts), whole.result)}
     del parts, whole
-    for _ in range(exact_readings):
-        memory = together(ranks, lambda: asdict(measure_memory(subject, mine, split)))
-        counters = together(ranks, lambda: _counted(subject, mine, split))
-        for name, value in _worst([*memory, *(reading for reading, _ in counters)]).items():
-            values.setdefault(name, []).append(value)
-        faults["collectives_agree"] = disagreement([log for _, log in counters])
-    times = together(ranks, lambda: measure_time(subject, mine, split, repetitions=repetitions))
-    return ParallelFindings(values | times[0], faults)
+    for reading in range(exact_readings):
+        for kind in _EXACT:
+            given = unseen(inputs, f"{draw} {kind} {reading}")
+            answers = together(ranks, Call(kind, how), given)
+            for name, value in _worst([answer.samples for answer in answers]).items():
+                values.setdefault(name, []).append(value)
+            found = {
+                "unseen_inputs": _fault_on(given, how, answers, numbers),
+                "inputs_unchanged": _changed(given, answers),
+                "own_thread": thread_fault(answers),
+                "collectives_agree": disagreement([answer.collectives for answer in answers]),
+            }
+            faults |= {name: faults.get(name) or fault for name, fault in found.items()}
+    times = together(ranks, Call("time", how, repetitions=repetitions, draw=draw), inputs)
+    return ParallelFindings(values | times[0].samples, faults)
 
 
-def together(ranks: Ranks, call: Callable[[], _Found]) -> list[_Found]:
-    """What `call` gave on every rank, in their order. Raises RanksError on all if it raised on any."""
-    mine: tuple[_Found | None, str | None]
-    try:
-        mine = call(), None
-    except Exception as error:  # noqa: BLE001 -- a kernel under measurement may raise anything
-        mine = None, describe(error)
-    everyone: list[Any] = [None] * ranks.size
-    dist.all_gather_object(everyone, mine, group=ranks.talk)
+def together(ranks: Sequence[Rank], call: Call, inputs: Inputs) -> list[Answer]:
+    """What every rank answers on its columns, in their order. Raises RanksError if any rank raised."""
+    for number, rank in enumerate(ranks):
+        rank.begin(call, shard(inputs, number, len(ranks)))
+    answers: list[Answer] = []
     faults: dict[str, list[int]] = {}
-    for rank, (_, fault) in enumerate(everyone):
-        if fault is not None:
-            faults.setdefault(fault, []).append(rank)
+    for number, rank in enumerate(ranks):
+        try:
+            answers.append(rank.finish())
+        except (RaisedError, ResultShapeError) as error:
+            faults.setdefault(str(error), []).append(number)
     if faults:
         raise RanksError("; ".join(f"rank {', '.join(map(str, on))}: {fault}" for fault, on in faults.items()))
-    return [found for found, _ in everyone]
+    return answers
 
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """The subject's result where one rank holds the whole vocabulary, and the same with that permuted: `place` says
+    """The kernel's result where one rank holds the whole vocabulary, and the same with that permuted: `place` says
     where each column went."""
 
     result: Branches
@@ -131,13 +112,28 @@ class _Whole:
     place: torch.Tensor
 
 
-def _alone(subject: Subject, inputs: Inputs, how: Options, ranks: Ranks) -> _Whole | None:
-    """On the first rank its own result, None on the others."""
-    if ranks.rank != 0:
-        return None
-    one_rank = replace(how, group=ranks.alone)
+def _alone(rank: Rank, inputs: Inputs, how: Options) -> _Whole:
     shuffled_inputs, place = permuted(inputs)
-    return _Whole(branches(subject, inputs, one_rank), branches(subject, shuffled_inputs, one_rank), place)
+    try:
+        result, shuffled = (branches_of(rank, one, how, alone=True) for one in (inputs, shuffled_inputs))
+    except (RaisedError, ResultShapeError) as error:
+        raise RanksError(f"rank 0 with the whole vocabulary: {error}") from error
+    return _Whole(result, shuffled, place)
+
+
+def _fault_on(given: Inputs, how: Options, answers: list[Answer], numbers: dict[str, float]) -> str | None:
+    log_prob = answers[0].log_prob
+    assert log_prob is not None
+    gradient = _side_by_side([answer.gradients[0] for answer in answers])
+    finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    return fault_on(given, how, log_prob=log_prob, entropy=answers[0].entropy, gradient=gradient, errors=finite)
+
+
+def _changed(given: Inputs, answers: list[Answer]) -> str | None:
+    for number, answer in enumerate(answers):
+        if answer.left is not None and (fault := inputs_changed(shard(given, number, len(answers)), answer.left)):
+            return f"rank {number}: {fault}"
+    return None
 
 
 def _numbers(inputs: Inputs, how: Options, split: Branches, whole: _Whole, yard: Yardstick) -> dict[str, float]:
@@ -241,18 +237,13 @@ def _norms(name: str, split: Branches, whole: Branches) -> str:
 Collective = tuple[str, int]
 
 
-def _counted(subject: Subject, inputs: Inputs, how: Options) -> tuple[dict[str, int], list[Collective]]:
-    counter = count_work(subject, inputs, how)
-    return asdict(counter.reading()), counter.collectives
-
-
-def _worst(readings: list[dict[str, int]]) -> dict[str, float]:
+def _worst(readings: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     """The greatest of each figure over the ranks."""
     names = {name for reading in readings for name in reading}
-    return {name: float(max(reading[name] for reading in readings if name in reading)) for name in sorted(names)}
+    return {name: max(max(reading[name]) for reading in readings if name in reading) for name in sorted(names)}
 
 
-def disagreement(logs: list[list[Collective]]) -> str | None:
+def disagreement(logs: Sequence[Sequence[Collective]]) -> str | None:
     """Why the collectives of the ranks, in order, each with its bytes, are not the same; None if they are."""
     first = logs[0]
     for rank, log in enumerate(logs[1:], start=1):

@@ -25,7 +25,8 @@ class Subject:
 
     `run` has the common signature and is called with those keyword arguments only that `takes` names (of ARGUMENTS).
     `omitted` names the arguments that this commit's function does not have yet: they are recorded in the measurement's
-    notes. `contract` is what the kernel declares, None for a kernel that is held to its own past.
+    notes. `contract` is what the kernel declares, None for a kernel that is held to its own past. `group` is handed to
+    a kernel that takes one; None means that this process holds the whole vocabulary.
     """
 
     name: str
@@ -34,20 +35,20 @@ class Subject:
     omitted: tuple[str, ...] = ()
     contract: Contract | None = None
     device: str = "cpu"
+    group: dist.ProcessGroup | None = None
 
 
 class ResultShapeError(ValueError):
-    """A kernel's outputs do not have the shape that is declared for them. Its message is the fault."""
+    """A kernel's outputs are not tensors of the shape that is declared for them. Its message is the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a case wants its kernel called. `group` None means that this process holds the whole vocabulary."""
+    """How a case wants its kernel called."""
 
     entropy: EntropyMode = "gradient"
     chunk_size: int | None = None
     temperature: float = 1.0
-    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,18 @@ class Branches:
     g_entropy: torch.Tensor | None
 
 
-def options(case: Case, group: dist.ProcessGroup | None = None) -> Options:
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward and backward: the inputs as they were left, the outputs, and the gradient of all outputs used."""
+
+    inputs: Inputs
+    outputs: Outputs
+    gradient: torch.Tensor | None
+
+
+def options(case: Case) -> Options:
     """The options of a case."""
-    return Options(case.entropy, case.chunk_size, case.temperature, group)
+    return Options(case.entropy, case.chunk_size, case.temperature)
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -94,7 +104,7 @@ def forward(subject: Subject, inputs: Inputs, how: Options) -> Outputs:
     """One call of the subject, with the keyword arguments that it takes. Raises ResultShapeError."""
     wanted: dict[str, Any] = {
         "keep_mask": inputs.keep_mask,
-        "group": how.group,
+        "group": subject.group,
         "chunk_size": how.chunk_size,
         "temperature": how.temperature,
         "with_entropy": how.entropy != "off",
@@ -104,6 +114,8 @@ def forward(subject: Subject, inputs: Inputs, how: Options) -> Outputs:
     outputs = Outputs(*subject.run(inputs.logits, inputs.targets, **keywords))
     tokens = inputs.logits.shape[0]
     for name, output in (("log_prob", outputs.log_prob), ("entropy", outputs.entropy)):
+        if output is not None and type(output) is not torch.Tensor:  # a subclass may put its work off
+            raise ResultShapeError(f"{name} is a {type(output).__name__}, not a torch.Tensor")
         if output is not None and output.shape != (tokens,):
             raise ResultShapeError(f"{name} has shape {tuple(output.shape)}, not ({tokens},)")
     return outputs

@@ -1,7 +1,7 @@
 """Raw time samples on a CPU: process CPU time, wall time, and the ratio to `legacy`. Averages and judges nothing.
 
-A small shared machine is too noisy to decide by time. Samples are taken interleaved, over rotating input sets, with a
-fresh graph in each repetition; the ratio's two times lie side by side. For a CUDA device: cuda_timing.
+A small shared machine is too noisy to decide by time. Samples are taken interleaved, on inputs that the kernel has not
+seen, with a fresh graph in each repetition; the ratio's two times lie side by side. For a CUDA device: cuda_timing.
 """
 
 import sys
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from runners.instruments.subject import Options, Subject, collector_off, forward, fresh, step_gradient
+from runners.instruments.unseen import unseen
 from runners.kernels.inputs import Inputs
 from runners.kernels.registry import kernel
 
-TIMING_CONTRACT = "interleaved-3-sets/2"
-_INPUT_SETS = 3
+TIMING_CONTRACT = "interleaved-unseen/1"
 _LEGACY = "legacy"
 
 
@@ -25,23 +25,27 @@ class _Clocks:
     wall: float
 
 
-def measure_time(subject: Subject, inputs: Inputs, how: Options, *, repetitions: int) -> dict[str, list[float]]:
+def measure_time(
+    subject: Subject, inputs: Inputs, how: Options, *, repetitions: int, draw: str = ""
+) -> dict[str, list[float]]:
     """Samples by metric, one a repetition: seconds of forward without graph, forward with graph, forward + backward,
     and the last's CPU time over that of the built-in kernel `legacy` on the same inputs in the same repetition.
 
-    The backward's time is step minus train forward. The caller has called the subject on these options (warm-up).
+    The backward's time is step minus train forward. Every call has inputs of its own, made from `inputs` and the words
+    `draw`. The caller has called the subject on these options (warm-up).
     """
     samples: dict[str, list[float]] = {}
-    sets = _rotated(inputs)
-    legacy = Subject(_LEGACY, kernel(_LEGACY).run)
+    legacy = Subject(_LEGACY, kernel(_LEGACY).run, group=subject.group)
     with collector_off():
-        _step(legacy, sets[0], how, {})  # warm-up
+        _step(legacy, fresh(inputs), how, {})  # warm-up
         for repetition in range(repetitions):
-            mine = sets[repetition % _INPUT_SETS]
+            mine = unseen(inputs, f"{draw} forward {repetition}")
             started = _now()
             with torch.no_grad():
-                forward(subject, replace(mine, logits=mine.logits.detach()), how)
+                forward(subject, mine, how)
             _record(samples, "forward", started, _now())
+            mine = unseen(inputs, f"{draw} step {repetition}")
+            mine = replace(mine, logits=mine.logits.requires_grad_())
             if repetition % 2:  # whoever comes second finds a warmer cache
                 control_seconds, own_seconds = _step(legacy, mine, how, {}), _step(subject, mine, how, samples)
             else:
@@ -66,23 +70,6 @@ def compilations() -> int:
     """How many graphs torch.compile has made in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # not there where nothing was compiled, and slow to import
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
-def _rotated(inputs: Inputs) -> list[Inputs]:
-    """Input sets that differ in every row and lie apart in memory: rows and vocabulary shifted cyclically."""
-    vocabulary = inputs.logits.shape[1]
-    return [
-        fresh(
-            Inputs(
-                logits=inputs.logits.roll((shift, shift), (0, 1)),
-                targets=(inputs.targets.roll(shift) + shift) % vocabulary,
-                keep_mask=None if inputs.keep_mask is None else inputs.keep_mask.roll((shift, shift), (0, 1)),
-                upstream_log_prob=inputs.upstream_log_prob.roll(shift),
-                upstream_entropy=inputs.upstream_entropy.roll(shift),
-            )
-        )
-        for shift in range(_INPUT_SETS)
-    ]
 
 
 def _step(subject: Subject, inputs: Inputs, how: Options, samples: dict[str, list[float]]) -> float:

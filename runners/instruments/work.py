@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runners.instruments.subject import Options, Subject, forward, fresh, step_gradient
+from runners.instruments.profiler import BEGINS, events, single
+from runners.instruments.subject import Options, Step, Subject, forward, fresh, step_gradient
 from runners.kernels.inputs import Inputs
 
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
@@ -47,18 +48,36 @@ class WorkReading:
 
 
 def measure_work(subject: Subject, inputs: Inputs, how: Options) -> WorkReading:
-    """Counts one forward + backward of the subject."""
-    return count_work(subject, inputs, how).reading()
+    """The reading of one work_pass."""
+    return work_pass(subject, inputs, how).reading
 
 
-def count_work(subject: Subject, inputs: Inputs, how: Options) -> "WorkCounter":
-    """The counter after one forward + backward of the subject."""
+@dataclass(frozen=True, slots=True)
+class WorkPass:
+    """A reading, what was computed meanwhile, the collectives with their bytes in order, and how many operations ran on
+    threads other than the caller's: those are in no reading.
+    """
+
+    reading: WorkReading
+    step: Step
+    collectives: list[tuple[str, int]]
+    operations_elsewhere: int
+
+
+def work_pass(subject: Subject, inputs: Inputs, how: Options) -> WorkPass:
+    """Counts one forward + backward of the subject. Raises OwnProfilerError."""
     mine = fresh(inputs)
     counter = WorkCounter()
-    with counter:
+    with events(memory=False) as seen, counter:
         outputs = forward(subject, mine, how)
-        step_gradient(outputs, mine, how)
-    return counter
+        gradient = step_gradient(outputs, mine, how)
+    step = Step(mine, outputs, gradient)
+    return WorkPass(counter.reading(), step, counter.collectives, _operations_elsewhere(seen))
+
+
+def _operations_elsewhere(seen: list[Any]) -> int:
+    own = single(seen, BEGINS).start_thread_id()
+    return sum(event.name().startswith("aten::") and event.start_thread_id() != own for event in seen)
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

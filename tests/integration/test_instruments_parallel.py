@@ -49,6 +49,8 @@ def test_a_kernel_that_is_split_gives_what_it_gives_whole(kernel: str) -> None:
     assert {one.outcome for one in measured} == {"ok"}
     for one in measured[1:]:
         assert one.values["tp_invariant"] == one.values["collectives_agree"] == [1.0], one.notes
+        for check in ("own_thread", "inputs_unchanged", "unseen_inputs"):
+            assert one.values[check] == [1.0], one.notes
         assert one.values["rank_disagree"] == [0.0]
         assert one.values["collectives"][0] >= 2
         assert one.values["collective_bytes"][0] >= 2 * 16 * 4

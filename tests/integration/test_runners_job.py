@@ -262,25 +262,6 @@ def test_an_exception_and_a_wrong_shape_are_recorded_with_their_words(repository
     assert raised.values["completes"] == [0.0]
 
 
-def test_a_process_that_answers_for_another_kernel_is_not_believed(repository: Path, commit: Write) -> None:
-    source = GOOD + textwrap.dedent("""
-        import sys
-
-        def lying(logits, tokens, **options):
-            frame = sys._getframe()
-            while "send" not in frame.f_locals:
-                frame = frame.f_back
-            case = frame.f_locals["case"].model_dump(mode="json")
-            perfect = {"kernel": "other", "case": case, "outcome": "ok", "values": {"lp_abs_max": [0.0]}}
-            frame.f_locals["send"]({"kind": "measurement", "index": 0, "measurement": perfect})
-            return log_probs(logits, tokens, **options)
-    """)
-    sha = commit("Lies", {"loss.py": source})
-    (measured,) = measure(target("loss:lying"), repository, sha)
-    assert measured.outcome == "garbage"
-    assert "answered for 'other'" in measured.notes["outcome"]
-
-
 def test_the_measured_process_sees_nothing_of_the_runners(
     repository: Path, commit: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +275,7 @@ def test_the_measured_process_sees_nothing_of_the_runners(
             "stdin": os.read(0, 1).decode(),
             "arguments": [word for word in sys.argv if "secret" in word],
             "low_descriptors": [n for n in map(int, os.listdir("/proc/self/fd")) if 2 < n < 100 and is_pipe(n)],
-            "leads_its_session": os.getsid(0) == os.getpid(),
+            "is_in_its_parents_session": os.getsid(0) == os.getppid(),
             "core": resource.getrlimit(resource.RLIMIT_CORE)[0],
         }
         raise RuntimeError(json.dumps(seen))
@@ -317,7 +298,7 @@ def test_the_measured_process_sees_nothing_of_the_runners(
     assert environment["HOME"] == environment["TMPDIR"] == seen["directory"] != str(Path.cwd())
     assert not Path(seen["directory"]).exists()
     assert (seen["stdin"], seen["arguments"], seen["low_descriptors"]) == ("", [], [])
-    assert (seen["leads_its_session"], seen["core"]) == (True, 0)
+    assert (seen["is_in_its_parents_session"], seen["core"]) == (True, 0)
 
 
 def test_an_argument_is_left_out_before_the_commit_that_brought_it_and_only_there(
@@ -337,9 +318,22 @@ def test_an_argument_is_left_out_before_the_commit_that_brought_it_and_only_ther
     assert (measured.case.id, measured.outcome) == (ONE_CASE[0], "ok")
     assert "with_entropy_grad" in measured.notes["arguments"]
     assert outcomes(measure(what, repository, lost, cases)) == dict.fromkeys(cases, "unmeasurable")
-    elsewhere = target(since={"with_entropy_grad": "0123456789"})
-    (measured,) = measure(elsewhere, repository, lost)
-    assert measured.outcome == "ok", "a commit that the repository does not hold says nothing against leaving out"
+    assert "since" not in measured.notes
+
+
+def test_a_since_that_the_repository_does_not_hold_is_told_with_every_measurement(
+    repository: Path, commit: Write
+) -> None:
+    older = GOOD.replace("with_entropy_grad=True, keep_mask=None", "keep_mask=None").replace(
+        "with_entropy_grad and ", ""
+    )
+    lost, taken = commit("Lacks it", {"loss.py": older}), commit("Takes it", {"loss.py": GOOD})
+    mistyped = target(since={"with_entropy_grad": "0123456789"})
+    for sha, is_omitted in ((lost, True), (taken, False)):
+        (measured,) = measure(mistyped, repository, sha)
+        assert measured.outcome == "ok", "a commit that the repository does not hold says nothing against leaving out"
+        assert ("with_entropy_grad" in measured.notes.get("arguments", "")) is is_omitted
+        assert "commits that the repository does not hold: 0123456789" in measured.notes["since"]
 
 
 def test_what_cannot_be_planned_is_refused_by_name(repository: Path, commit: Write) -> None:
@@ -407,6 +401,7 @@ def test_the_ready_target_measures_a_repository_laid_out_like_slimes(repository:
         assert plain.outcome == masked.outcome == "ok", (plain.notes, masked.notes)
         assert ("with_entropy_grad" in plain.notes.get("arguments", "")) is omitted
         assert plain.values["collectives"][0] == 1.0
+        assert plain.values["own_thread"] == [1.0]
         assert masked.values["lp_abs_max"][0] < 1e-5
     plain = run(oldest)[0]
     if is_installed("megatron-core"):

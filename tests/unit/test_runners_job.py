@@ -77,6 +77,8 @@ def test_the_last_message_is_known_as_such() -> None:
         [STARTED, begin(0), measured(0), {"kind": "unmeasurable", "reason": "changed its mind"}],
         [STARTED, {"kind": "unmeasurable", "reason": "no"}, begin(0)],
         [STARTED, {"kind": "surprise"}],
+        [STARTED, begin(0), {"kind": "garbage", "reason": "spoke out of turn"}],
+        [STARTED, {"kind": "garbage", "reason": "before any case"}],
         [{"kind": "started", "environment": {"device_class": "tpu"}}],
         [STARTED, begin(0), measured(0, kernel="other")],
         [STARTED, begin(0), measured(0, case=CASES[1].model_dump(mode="json"))],

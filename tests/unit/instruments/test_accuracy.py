@@ -43,7 +43,8 @@ def inputs() -> Inputs:
 
 def test_a_clean_kernel_has_every_numeric_metric_and_all_are_small(clean: Subject, inputs: Inputs) -> None:
     metrics = _metrics(clean, inputs)
-    assert set(metrics) == {m.name for m in BY_NAME.values() if m.metric_class is MetricClass.NUMERIC}
+    over_ranks = {"tp_delta_lp", "tp_delta_ent", "tp_delta_g_lp", "tp_delta_g_ent", "rank_disagree"}
+    assert set(metrics) == {m.name for m in BY_NAME.values() if m.metric_class is MetricClass.NUMERIC} - over_ranks
     assert metrics["g_rel_l2_lp"] < 1e-6
     assert metrics["g_rel_l2_ent"] < 1e-5
     assert metrics["lp_abs_max"] < 1e-5
@@ -52,7 +53,7 @@ def test_a_clean_kernel_has_every_numeric_metric_and_all_are_small(clean: Subjec
     assert metrics["g_bf16_grid"] < 1e-2
     assert 0 < metrics["perm_delta_g_lp"] < 1e-6
     assert metrics["legacy_delta_g_lp"] < 1e-4
-    assert all(metrics[name] == 0 for name in BY_NAME if BY_NAME[name].rule == "tally")
+    assert all(value == 0 for name, value in metrics.items() if BY_NAME[name].rule == "tally")
 
 
 @pytest.mark.parametrize(("mode", "absent"), [("off", ("ent", "_ent")), ("value", ("_ent",))])
