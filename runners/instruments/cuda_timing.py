@@ -3,6 +3,7 @@
 What the device is and how it is asked is runners.instruments.cuda_device's matter, when to stop that of stopping.
 """
 
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,10 @@ CUDA_TIMING_CONTRACT = "events-cold-l2-3-sets/1"
 _PASSES = {"forward": 1, "step": 3}
 _ESCAPE_CALLS = 5
 
-Body = Callable[[Inputs], object]
+# Results of equal calls differ by reordered sums at most: by less than a bfloat16's rounding.
+_ALIKE = 2.0**-8
+
+Body = Callable[[Inputs], torch.Tensor | None]
 
 
 class Timer(Protocol):
@@ -73,10 +77,14 @@ class DeviceTimes:
 
 @dataclass(slots=True)
 class _Taken:
-    """The samples of one phase: kept ones, and how many were dropped for throttled clocks, None if nobody tells."""
+    """The samples of one phase: kept ones, and how many were dropped for throttled clocks, None if nobody tells.
+
+    `witness` is one of them, drawn at random: its last call's input set and what that call gave.
+    """
 
     kept: list[float] = field(default_factory=list)
     dropped: int | None = None
+    witness: tuple[int, torch.Tensor | None] = (0, None)
 
     @property
     def total(self) -> int:
@@ -94,13 +102,21 @@ def measure_device_time(
 ) -> DeviceTimes:
     """Forward without graph, forward with graph, forward + backward; each call with a fresh graph, inputs in turns.
 
-    With a `group` of several ranks each takes as many samples as rank 0 chooses. The caller has called the subject on
-    these options.
+    With a `group` of several ranks each takes as many samples as rank 0 chooses. What a timed call of each phase, drawn
+    at random, gave is held against a call that nobody times, and the inputs against what they were. The caller has
+    called the subject on these options.
     """
     bodies = _bodies(subject, how)
     sets = input_sets(inputs)
+    sums = [_checksum(one) for one in sets]
     with collector_off():
         taken = {phase: _sample(body, sets, timer, rule or StoppingRule(), group) for phase, body in bodies.items()}
+    if [_checksum(one) for one in sets] != sums:
+        return DeviceTimes({}, "the inputs are not what they were before the timed calls")
+    for phase, body in bodies.items():
+        turn, given = taken[phase].witness
+        if not _alike(given, body(sets[turn])):
+            return DeviceTimes({}, f"a timed call of {phase} does not give what a call that nobody times gives")
     return believed(taken, inputs.logits.nbytes, timer)
 
 
@@ -133,7 +149,7 @@ def escape_fault(subject: Subject, inputs: Inputs, how: Options, timer: Timer) -
     """
     step = _bodies(subject, how)["step"]
     mine = replace(inputs, logits=inputs.logits.detach().clone().requires_grad_())
-    readings = [_call(step, [mine], 0, 1, timer) for _ in range(_ESCAPE_CALLS + 1)][1:]
+    readings = [_call(step, [mine], 0, 1, timer)[:2] for _ in range(_ESCAPE_CALLS + 1)][1:]
     seconds, lag = (statistics.median(column) for column in zip(*readings, strict=True))
     if not is_escape(lag, seconds):
         return None
@@ -141,14 +157,14 @@ def escape_fault(subject: Subject, inputs: Inputs, how: Options, timer: Timer) -
 
 
 def _bodies(subject: Subject, how: Options) -> dict[str, Body]:
-    def forward_only(inputs: Inputs) -> object:
+    def forward_only(inputs: Inputs) -> torch.Tensor:
         with torch.no_grad():
-            return forward(subject, replace(inputs, logits=inputs.logits.detach()), how)
+            return forward(subject, replace(inputs, logits=inputs.logits.detach()), how).log_prob
 
-    def train_forward(inputs: Inputs) -> object:
-        return forward(subject, inputs, how)
+    def train_forward(inputs: Inputs) -> torch.Tensor:
+        return forward(subject, inputs, how).log_prob
 
-    def step(inputs: Inputs) -> object:
+    def step(inputs: Inputs) -> torch.Tensor | None:
         return step_gradient(forward(subject, inputs, how), inputs, how)
 
     return {"forward": forward_only, "train_forward": train_forward, "step": step}
@@ -159,14 +175,17 @@ def _sample(
 ) -> _Taken:
     for turn in range(len(sets)):
         _call(body, sets, turn, 1, timer)  # warm-up
-    pilot, _ = _call(body, sets, 0, 1, timer)
+    pilot, *_ = _call(body, sets, 0, 1, timer)
     calls, count = calls_per_sample(pilot), None
     if group is not None and group.size() > 1:
         calls, count = agreed((calls, fixed_count(pilot * calls, rule)), group)
     taken = _Taken()
     started = timer.now()
     while not _is_done(taken, timer.now() - started, rule, count):
-        seconds, _ = _call(body, sets, taken.total, calls, timer)
+        turn = taken.total
+        seconds, _, given = _call(body, sets, turn, calls, timer)
+        if random.random() * (turn + 1) < 1:  # each sample is the witness with the same chance  # noqa: S311
+            taken.witness = (turn + calls - 1) % len(sets), None if given is None else given.detach().clone()
         throttled = timer.is_throttled()
         if throttled is not None:
             taken.dropped = (taken.dropped or 0) + throttled
@@ -181,18 +200,44 @@ def _is_done(taken: _Taken, elapsed: float, rule: StoppingRule, count: int | Non
     return taken.total > 0 and (is_enough(taken.kept, elapsed, rule) or taken.total >= rule.most)
 
 
-def _call(body: Body, sets: Sequence[Inputs], turn: int, calls: int, timer: Timer) -> tuple[float, float]:
-    """One sample: device seconds a call, and seconds for which the device works on after the stream is done."""
+def _call(
+    body: Body, sets: Sequence[Inputs], turn: int, calls: int, timer: Timer
+) -> tuple[float, float, torch.Tensor | None]:
+    """One sample: device seconds a call, seconds for which the device works on after the stream is done, and what the
+    last call gave.
+    """
     timer.wait_for_all()
     timer.evict()
     began = timer.mark()
+    given = None
     for call in range(calls):
-        body(sets[(turn + call) % len(sets)])
+        given = None  # gone before the next is made
+        given = body(sets[(turn + call) % len(sets)])
     ended = timer.mark()
     timer.wait(ended)
     stream_done = timer.now()
     timer.wait_for_all()
-    return timer.seconds_between(began, ended) / calls, timer.now() - stream_done
+    return timer.seconds_between(began, ended) / calls, timer.now() - stream_done, given
+
+
+def _checksum(inputs: Inputs) -> tuple[int, ...]:
+    """The sum of the bits of each of a kernel's inputs, as 64-bit integers that wrap around."""
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    tensors = [tensor for tensor in (inputs.logits.detach(), inputs.targets, inputs.keep_mask) if tensor is not None]
+    return tuple(int(tensor.view(words[tensor.element_size()]).sum(dtype=torch.int64)) for tensor in tensors)
+
+
+def _alike(timed: torch.Tensor | None, plain: torch.Tensor | None) -> bool:
+    """Whether two results differ by rounding at most, row by row; a row counts as at least a thousandth of the
+    greatest.
+    """
+    if timed is None or plain is None:
+        return timed is plain
+    one, other = (each.detach().reshape(max(1, len(each)), -1) for each in (timed, plain))
+    change, size = (one - other).float().norm(dim=1), other.float().norm(dim=1)
+    greatest = torch.where(size.isfinite(), size, 0.0).max()
+    same = (one == other).all(1)  # infinities too
+    return bool((same | (change <= _ALIKE * size.maximum(1e-3 * greatest))).all())
 
 
 def agreed(numbers: tuple[int, int], group: dist.ProcessGroup) -> tuple[int, int]:
