@@ -30,6 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1
 TOTAL_SECONDS = 350.0
 SMOKE_KERNELS = ("online", "fused", "legacy")
+BENCHMARK = "benchmark"
+# What it is not worth the time to measure, and what is measured last for what it compiles.
+_NOT_BENCHMARKED = frozenset({"peer", "reference", "legacy_bf16"})
+_SLOW_TO_START = "compiled"
 _PACKAGES = ("ulpwatch", "torch", "triton", "numpy", "pydantic", "pytest", "megatron-core", "liger-kernel")
 _TAIL_CHARACTERS = 6000
 _DRY_CASES = 1
@@ -166,7 +170,8 @@ def parts(*, dry: bool) -> list[Part]:
     python = sys.executable
     # Another version of torch may warn of what is none of ours.
     tests = (python, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default")
-    smoke = (python, "benchmarks/gpu_check.py", "--measure-suite", "smoke")
+    own = (python, "benchmarks/gpu_check.py", "--measure-suite")
+    smoke = (*own, "smoke")
     benchmark = (python, "benchmarks/kernels.py")
     large = ("--device", "cuda", "--tokens", "8192", "--vocabulary", "151936", "--dtype", "bfloat16")
     selftest = (python, "-m", "ulpwatch", "selftest")
@@ -174,13 +179,14 @@ def parts(*, dry: bool) -> list[Part]:
         smoke = (*smoke, "--dry")
         large = ("--tokens", "4", "--vocabulary", "1000", "--repetitions", "2")
         selftest = (*selftest, "--fault", "1")
-    knows_device = "--device" in (ROOT / "benchmarks" / "kernels.py").read_text(encoding="utf-8")
-    no_device = None if dry or knows_device else "benchmarks/kernels.py takes no --device yet"
+    table = Part("benchmark", (*benchmark, *large), 40, lambda printed: {"table": printed.splitlines()})
+    if not dry and "--device" not in (ROOT / "benchmarks" / "kernels.py").read_text(encoding="utf-8"):
+        table = Part("benchmark", (*own, BENCHMARK), 40, figures_of_suite)
     return [
-        Part("tests", tests, 140, figures_of_tests),
-        Part("smoke", smoke, 110, figures_of_suite),
-        Part("benchmark", (*benchmark, *large), 45, lambda printed: {"table": printed.splitlines()}, missing=no_device),
-        Part("selftest", selftest, 55, lambda printed: {"report": printed.splitlines()[-60:]}),
+        Part("tests", tests, 130, figures_of_tests),
+        Part("smoke", smoke, 100, figures_of_suite),
+        table,
+        Part("selftest", selftest, 80, lambda printed: {"report": printed.splitlines()[-60:]}),
     ]
 
 
@@ -221,6 +227,7 @@ def measure_suite(name: str, *, dry: bool) -> None:
     from runners.kernels.registry import kernel  # noqa: PLC0415
 
     cases, words = _cases(name)
+    kernels = _benchmarked() if name == BENCHMARK else SMOKE_KERNELS
     ordered = sorted(cases, key=lambda case: (case.vocabulary, case.dtype, case.keep_mask, case.temperature))
     if dry:
         from runners.instruments.memory import measure_memory  # noqa: PLC0415
@@ -234,8 +241,8 @@ def measure_suite(name: str, *, dry: bool) -> None:
         timer = CudaTimer.of(torch.device(device))
         instruments = Instruments(timer, StoppingRule(least=20, seconds=0.3))
         words |= {"doubts": timer.doubts, "memory_bytes_per_second": timer.memory_bytes_per_second}
-    print(json.dumps({**words, "planned": len(ordered) * len(SMOKE_KERNELS)}), flush=True)
-    for kernel_name in SMOKE_KERNELS:
+    print(json.dumps({**words, "planned": len(ordered) * len(kernels)}), flush=True)
+    for kernel_name in kernels:
         subject = Subject(kernel_name, kernel(kernel_name).run, device=device)
         for case in ordered:
             measured = measure_case_on_device(subject, case, instruments)
@@ -243,19 +250,21 @@ def measure_suite(name: str, *, dry: bool) -> None:
 
 
 def _cases(name: str) -> tuple[list[Any], Figures]:
-    """The suite's cases, or in its place the four corners of what it is to be, with a word that says so."""
+    """The cases of a suite or of the benchmark. KeyError for an unknown suite."""
     from runners.suites import suite  # noqa: PLC0415
     from service.wire import Case  # noqa: PLC0415
 
-    try:
-        return [case for case in suite(name) if case.tensor_parallel == 1], {"suite": name}
-    except KeyError:
-        corners = [
-            Case(tokens=tokens, vocabulary=151936, dtype=dtype)
-            for tokens in (1024, 8192)
-            for dtype in ("float32", "bfloat16")
-        ]
-        return corners, {"suite": f"there is no suite {name!r} yet: four cases in its place"}
+    if name == BENCHMARK:
+        return [Case(tokens=8192, vocabulary=151936, dtype=dtype) for dtype in ("bfloat16", "float32")], {"suite": name}
+    return list(suite(name)), {"suite": name}
+
+
+def _benchmarked() -> list[str]:
+    """The kernels that can run here."""
+    from runners.kernels.registry import KERNELS  # noqa: PLC0415
+
+    names = [known.name for known in KERNELS if known.missing is None and known.name not in _NOT_BENCHMARKED]
+    return sorted(names, key=lambda name: (name == _SLOW_TO_START, name != SMOKE_KERNELS[0]))
 
 
 class HostTimer:
