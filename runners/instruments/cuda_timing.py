@@ -143,17 +143,19 @@ def believed(taken: dict[str, _Taken], logits_bytes: int, timer: Timer) -> Devic
 
 
 def escape_fault(subject: Subject, inputs: Inputs, how: Options, timer: Timer) -> str | None:
-    """Why not all of a step's work is done when the current stream is: the device works on elsewhere, unseen by events.
+    """Why not all work is done when the current stream is: the device works on elsewhere, unseen by events.
 
-    Judged by the median of a few steps, after one that warms up.
+    Looked for in the forward alone too: after a backward autograd makes the current stream wait for others. Judged by
+    the median of a few calls, after one that warms up.
     """
-    step = _bodies(subject, how)["step"]
+    bodies = _bodies(subject, how)
     mine = replace(inputs, logits=inputs.logits.detach().clone().requires_grad_())
-    readings = [_call(step, [mine], 0, 1, timer)[:2] for _ in range(_ESCAPE_CALLS + 1)][1:]
-    seconds, lag = (statistics.median(column) for column in zip(*readings, strict=True))
-    if not is_escape(lag, seconds):
-        return None
-    return f"the device works on for {lag * 1e6:.0f} us after its current stream's {seconds * 1e6:.0f} us"
+    for phase in ("forward", "step"):
+        readings = [_call(bodies[phase], [mine], 0, 1, timer)[:2] for _ in range(_ESCAPE_CALLS + 1)][1:]
+        seconds, lag = (statistics.median(column) for column in zip(*readings, strict=True))
+        if is_escape(lag, seconds):
+            return f"{phase}: the device works on for {lag * 1e6:.0f} us after its stream's {seconds * 1e6:.0f} us"
+    return None
 
 
 def _bodies(subject: Subject, how: Options) -> dict[str, Body]:

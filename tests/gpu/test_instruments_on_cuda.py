@@ -13,6 +13,7 @@ from runners.instruments.cuda_memory import CudaMemoryReading, measure_cuda_memo
 from runners.instruments.cuda_timing import escape_fault, measure_device_time
 from runners.instruments.stopping import StoppingRule
 from runners.instruments.subject import Options, Subject
+from runners.kernels.faults.mutation import mutated
 from runners.kernels.inputs import Inputs
 from runners.kernels.registry import kernel
 from service.wire import Case
@@ -164,6 +165,22 @@ def test_work_on_a_side_stream_escapes_unless_the_current_stream_waits_for_it(
     assert (fault is None) is joined
     if fault is not None:
         assert "the device works on for" in fault
+    torch.cuda.synchronize(device)
+
+
+def test_the_fault_of_work_on_a_side_stream_is_flagged(large: Inputs, timer: CudaTimer, device: torch.device) -> None:
+    """Fault 17 of the seeded ones: autograd has the current stream wait after a backward, but not after a forward."""
+    edit = (
+        "    log_prob, entropy = _LogProbEntropy.apply(",
+        "    side = torch.cuda.Stream(logits.device)\n"
+        "    side.wait_stream(torch.cuda.current_stream(logits.device))\n"
+        "    with torch.cuda.stream(side):\n"
+        "        log_prob, entropy = _LogProbEntropy.apply(",
+    )
+    mutant = mutated(kernel("fused"), [edit])
+    fault = escape_fault(Subject("fused", mutant.run), large, Options(), timer)
+    assert fault is not None
+    assert fault.startswith("forward: the device works on for")
     torch.cuda.synchronize(device)
 
 

@@ -250,8 +250,20 @@ def test_work_that_outlasts_the_current_stream_escapes(elsewhere: float, escapes
     device = PlayedDevice()
     inputs = make_inputs(tokens=8, vocabulary=64)
     fault = escape_fault(_steady(device, 1e-3, elsewhere=elsewhere).subject, inputs, Options("off"), device)
-    wanted = "the device works on for 60 us after its current stream's 1000 us"
-    assert fault == (wanted if escapes else None)
+    assert fault == ("forward: the device works on for 60 us after its stream's 1000 us" if escapes else None)
+
+
+@pytest.mark.parametrize("phase", ["forward", "step"])
+def test_each_phase_is_watched_for_escapes(phase: str) -> None:
+    device = PlayedDevice()
+
+    def run(logits: torch.Tensor, targets: torch.Tensor, **keywords: Any) -> Any:
+        device.work(1e-3, elsewhere=5e-3 if logits.requires_grad == (phase == "step") else 0.0)
+        return logits.sum(1), None
+
+    inputs = make_inputs(tokens=8, vocabulary=64)
+    fault = escape_fault(Subject("aside", run), inputs, Options("off"), device)
+    assert fault == f"{phase}: the device works on for 4000 us after its stream's 1000 us"
 
 
 class TwoRanks:
