@@ -312,10 +312,13 @@ def _device() -> Figures:
         import torch  # noqa: PLC0415
 
         from runners.instruments.cuda_device import device_facts  # noqa: PLC0415
+        from runners.instruments.fingerprint import cuda_environment  # noqa: PLC0415
 
         if not torch.cuda.is_available():
             return {"kind": "cpu", "missing": f"torch {torch.__version__} finds none"}
-        return {"kind": "cuda", **device_facts(torch.device("cuda", torch.cuda.current_device()))}
+        device = torch.device("cuda", torch.cuda.current_device())
+        environment = cuda_environment(device).model_dump(mode="json", exclude={"volatile"})
+        return {"kind": "cuda", **device_facts(device), "environment": environment}
     except Exception as error:  # noqa: BLE001 -- what is missing is told in the document
         return {"kind": "unknown", "missing": repr(error)}
 

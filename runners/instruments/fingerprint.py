@@ -10,6 +10,8 @@ import torch
 from pydantic import JsonValue
 
 from runners.instruments.accuracy import ORACLE
+from runners.instruments.cuda_device import device_facts
+from runners.instruments.cuda_timing import CUDA_TIMING_CONTRACT
 from runners.instruments.timing import TIMING_CONTRACT
 from service.wire import Environment
 
@@ -58,6 +60,38 @@ def environment(device: str = "cpu") -> Environment:
             "timing_contract": TIMING_CONTRACT,
         },
         volatile=_volatile(cpu_info),
+    )
+
+
+def cuda_environment(device: torch.device) -> Environment:
+    """The environment of what runners.instruments.cuda_measure measures on a CUDA device."""
+    facts = device_facts(device)
+    model = str(facts["device"])
+    exact: dict[str, JsonValue] = {
+        "device": model,
+        "capability": facts["capability"],
+        "torch": torch.__version__,
+        "packages": _kernel_packages(),
+        "instruments": INSTRUMENTS,
+    }
+    flags: dict[str, JsonValue] = {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    of_the_device = ("device", "driver", "cuda", "multiprocessors", "memory_bytes", "cache_bytes")
+    return Environment(
+        device_class="cuda",
+        device=model,
+        exact=exact,
+        numeric=exact | {"oracle": ORACLE, "flags": flags},
+        timing={name: facts[name] for name in of_the_device}
+        | {
+            "torch": torch.__version__,
+            "packages": _kernel_packages(),
+            "threads": torch.get_num_threads(),
+            "timing_contract": CUDA_TIMING_CONTRACT,
+        },
+        volatile=_volatile({}),
     )
 
 

@@ -1,9 +1,12 @@
 """Environment: what identifies a series is told apart from what changes by the minute."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from runners.instruments.fingerprint import environment
+from runners.instruments import fingerprint
+from runners.instruments.fingerprint import cuda_environment, environment
 from service.catalogue import MetricClass
 
 
@@ -45,3 +48,36 @@ def test_facts_of_the_moment_are_no_identity() -> None:
 def test_another_device_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'cuda:0' has no instruments yet"):
         environment("cuda:0")
+
+
+H200: dict[str, Any] = {
+    "device": "NVIDIA H200",
+    "capability": "9.0",
+    "multiprocessors": 132,
+    "memory_bytes": 150 << 30,
+    "cache_bytes": 60 << 20,
+    "cuda": "13.0",
+    "driver": "580.1",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "ends"),
+    [
+        ({"device": "NVIDIA H100"}, set(MetricClass)),
+        ({"driver": "590.1"}, {MetricClass.TIMING}),
+        ({"cuda": "13.1"}, {MetricClass.TIMING}),
+        ({"multiprocessors": 66}, {MetricClass.TIMING}),
+        ({}, set()),
+    ],
+    ids=str,
+)
+def test_a_cuda_device_is_another_environment_for_what_its_change_can_change(
+    change: dict[str, str], ends: set[MetricClass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for facts in (H200, H200 | change):
+        monkeypatch.setattr(fingerprint, "device_facts", lambda _device, facts=facts: facts)
+        found.append(cuda_environment(torch.device("cuda:0")))
+    assert found[0].device_class == "cuda"
+    assert {each for each in MetricClass if found[0].identity(each) != found[1].identity(each)} == ends
