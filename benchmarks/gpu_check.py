@@ -120,11 +120,12 @@ def _ended(part: Part, limit: float) -> Told:
     if limit <= 0:
         return Told("skipped", reason="the time of the whole check was used up", command=command)
     began = time.monotonic()
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             part.command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "KINETO_LOG_LEVEL": "99"},
+            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "KINETO_LOG_LEVEL": "99"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -61,6 +61,14 @@ def test_a_part_takes_what_it_started_with_it(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_a_part_finds_what_the_check_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "carried.py").write_text("WORDS = 'found'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import carried, runners.suites; print(carried.WORDS)"
+    told = run([_part("imports", code)], {}, tmp_path / "check.json")["parts"]["imports"]
+    assert told["figures"] == {"lines": ["found"]}
+
+
 def test_what_has_been_told_is_on_disk_while_a_part_still_runs(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     read = f"print(open({str(out)!r}).read())"
