@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from runners.instruments.accuracy import Yardstick, bf16_grid_share, numeric_metrics, permuted, yardstick
 from runners.instruments.cuda_inputs import ROWS, PlacedInputs, drawn_frame, on_device, place, worst_rows
 from runners.instruments.subject import Branches, Options, Subject, branches
+from runners.kernels import online
+from runners.kernels.faults.mutation import edited
 from runners.kernels.inputs import Distribution, Inputs, make_inputs
 from runners.kernels.reference import Reference
 from runners.kernels.registry import kernel
@@ -217,6 +221,41 @@ def test_rows_beyond_32_bit_offsets_are_right(
         assert gradient is not None
         assert float((gradient.double() - truth).norm() / truth.norm()) <= 2**-8
     assert len(placed.drawn.targets) == ROWS
+
+
+def _with_edit(edit: tuple[str, str], directory: Path) -> Any:
+    """A copy of the module of Triton kernels with an exact edit, in a file, where Triton finds its source."""
+    source = edited(Path(str(find_spec("runners.kernels.online_triton").origin)).read_text(encoding="utf-8"), [edit])
+    path = directory / "online_triton_edited.py"
+    path.write_text(source, encoding="utf-8")
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_32_bit_row_offset_shows_in_the_rows_beyond(
+    device: torch.device, needs_bytes: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 12 of the seeded ones. The logits lie 2^31 elements into a buffer, so that an offset that has wrapped
+    around reads zeros of ours."""
+    tokens, first_beyond = 16384, -(-(1 << 31) // LARGE)
+    needs_bytes(3 * ((1 << 31) + tokens * LARGE))
+    buffer = torch.zeros((1 << 31) + tokens * LARGE, dtype=torch.bfloat16, device=device)
+    logits = buffer[1 << 31 :].view(tokens, LARGE)
+    logits[:, 7] = 20.0
+    targets = torch.full((tokens,), 7, device=device)
+    with torch.no_grad():
+        right, _ = online.run(logits, targets, with_entropy=False)
+        faulty = _with_edit(("row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)"), tmp_path)
+        monkeypatch.setattr(online, "_tiles", lambda _logits: faulty)
+        wrong, _ = online.run(logits, targets, with_entropy=False)
+    expected = 20 - math.log(math.exp(20) + LARGE - 1)
+    assert torch.allclose(right.double(), torch.full_like(right, expected).double(), rtol=0, atol=1e-5)
+    assert torch.equal(wrong[:first_beyond], right[:first_beyond])
+    assert bool(((wrong[first_beyond + 1 :] - right[first_beyond + 1 :]).abs() > 1).all())
 
 
 # --- Bad input ------------------------------------------------------------------------------------------------------
