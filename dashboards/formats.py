@@ -13,29 +13,32 @@ from statistics import median
 from service.catalogue import BY_NAME, Family, Metric, MetricClass, Rule
 
 NONE = "\N{EN DASH}"
-PASSED, FAILED, UNDECIDED = "CI passes (exit 0)", "CI fails (exit 1)", "undecided: the project's CI decides (exit 2)"
+CI = {
+    "pass": "CI passes (exit 0)",
+    "fail": "CI fails (exit 1)",
+    "undecided": "undecided: the project's CI decides (exit 2)",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A verdict state as a reader meets it: what it means, and what `ulpwatch gate` makes of it."""
+    """A verdict state as a reader meets it, and what it means."""
 
     word: str
     meaning: str
-    ci: str
 
 
 STATES: dict[str, State] = {
     state.word: state
     for state in (
-        State("regress", "something got worse than its baseline by its rule", FAILED),
-        State("invalid", "a measurement cannot be used and there is nothing to compare it with", UNDECIDED),
-        State("incomparable", "the baseline was measured in another environment only", UNDECIDED),
-        State("missing", "a required measurement is not there", UNDECIDED),
-        State("no-baseline", "measured, but no measured ancestor to compare with", UNDECIDED),
-        State("inconclusive", "the samples do not allow a decision", UNDECIDED),
-        State("improve", "something got better by its rule, and nothing got worse", PASSED),
-        State("pass", "nothing changed by any rule", PASSED),
+        State("regress", "something got worse than its baseline by its rule"),
+        State("invalid", "a measurement cannot be used and there is nothing to compare it with"),
+        State("incomparable", "the baseline was measured in another environment only"),
+        State("missing", "a required measurement is not there"),
+        State("no-baseline", "measured, but no measured ancestor to compare with"),
+        State("inconclusive", "the samples do not allow a decision"),
+        State("improve", "something got better by its rule, and nothing got worse"),
+        State("pass", "nothing changed by any rule"),
     )
 }
 
@@ -168,7 +171,12 @@ def rule_words(rule: str) -> str:
 
 def state(word: str | None) -> State:
     """A state by its word; a commit that was never judged has none and is `unjudged`."""
-    return STATES.get(word or "", State(word or "unjudged", "not judged yet", UNDECIDED))
+    return STATES.get(word or "", State(word or "unjudged", "not judged yet"))
+
+
+def ci(word: str) -> str:
+    """What `ulpwatch gate` makes of a verdict."""
+    return CI.get(word, CI["undecided"])
 
 
 def samples_median(samples: Sequence[float]) -> float | None:

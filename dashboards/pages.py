@@ -45,6 +45,6 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
     )
     environment.filters |= {
-        name: getattr(formats, name) for name in ("instant", "minute", "short", "plural", "state", "quantity")
+        name: getattr(formats, name) for name in ("instant", "minute", "short", "plural", "state", "ci", "quantity")
     }
     return environment

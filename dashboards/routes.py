@@ -65,7 +65,8 @@ def commit(request: Request) -> Response:
         commit=row,
         verdict=verdict,
         findings=[(finding, views.steps_by_metric(finding.affected)) for finding in verdict.findings],
-        undecided=views.undecided_rows(verdict.undecided),
+        undecided=views.comparison_rows(verdict.undecided),
+        notices=views.comparison_rows(verdict.notices),
         tables=views.kernel_tables(measurements),
         headings=views.HEADINGS,
     )

@@ -53,8 +53,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Undecided:
-    """A comparison that is neither pass nor part of a finding, and why."""
+class ComparisonRow:
+    """A comparison that is part of no finding and has something to say: why it is undecided, or a doubt."""
 
     state: str
     kernel: str
@@ -179,10 +179,10 @@ def _limit(item: Affected) -> Quantity:
     return Quantity(shown.text, f"{'-' if distance < 0 else '+'}{binary_bytes(abs(distance))}")
 
 
-def undecided_rows(affected: Sequence[Affected]) -> tuple[Undecided, ...]:
-    """The comparisons without a decision, in the judge's order: the most serious first."""
+def comparison_rows(affected: Sequence[Affected]) -> tuple[ComparisonRow, ...]:
+    """Single comparisons, undecided or with a notice, in the judge's order: the most serious first."""
     return tuple(
-        Undecided(item.state, item.kernel, item.case_id, item.metric, BY_NAME[item.metric].title, _step(item))
+        ComparisonRow(item.state, item.kernel, item.case_id, item.metric, BY_NAME[item.metric].title, _step(item))
         for item in affected
     )
 

@@ -171,7 +171,7 @@ def entropy_range_violations(entropy: torch.Tensor, *, vocabulary: int, logit_sc
 
 
 def bf16_grid_share(gradient: torch.Tensor) -> float:
-    """Share of the non-zero elements of a float32 `gradient` whose low 16 mantissa bits are zero; 0 of none."""
+    """Share of the finite, non-zero elements of a float32 `gradient` whose low 16 mantissa bits are zero; 0 of none."""
     bits = _magnitude_bits(gradient)
     non_zero = np.count_nonzero(bits)
     on_grid = np.count_nonzero((bits & 0xFFFF) == 0) - (bits.size - non_zero)
@@ -179,7 +179,7 @@ def bf16_grid_share(gradient: torch.Tensor) -> float:
 
 
 def mantissa_bits(gradient: torch.Tensor) -> int:
-    """24 less the low mantissa bits that are zero in every element of a float32 `gradient`; 0 if all are zero.
+    """24 less the low mantissa bits that are zero in every finite element of a float32 `gradient`; 0 if all are zero.
 
     24 is full float32, 8 a cast to bfloat16, 11 to float16.
     """
@@ -192,9 +192,10 @@ def mantissa_bits(gradient: torch.Tensor) -> int:
 
 
 def _magnitude_bits(gradient: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
-    """The elements' bits without the sign, so that both zeros are 0."""
+    """The elements' bits without the sign, so that both zeros are 0, as is what is not finite."""
     bits: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = gradient.contiguous().view(torch.int32).numpy()
-    return bits & 0x7FFFFFFF
+    magnitude = bits & 0x7FFFFFFF
+    return np.where(magnitude < 0x7F800000, magnitude, 0)
 
 
 def _output_metrics(

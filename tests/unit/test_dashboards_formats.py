@@ -83,11 +83,10 @@ def test_a_rule_of_a_newer_judge_is_shown_by_its_name() -> None:
     assert formats.rule_words("wavelet") == "wavelet"
 
 
-def test_only_pass_and_improve_let_ci_pass_and_only_regress_fails_it() -> None:
-    outcomes = {word: state.ci for word, state in formats.STATES.items()}
-    assert [word for word, ci in outcomes.items() if ci == formats.PASSED] == ["improve", "pass"]
-    assert [word for word, ci in outcomes.items() if ci == formats.FAILED] == ["regress"]
-    assert len(outcomes) == 8
+def test_what_the_gate_makes_of_a_verdict_is_said() -> None:
+    assert [formats.ci(word) for word in ("pass", "fail", "undecided")] == list(formats.CI.values())
+    assert formats.ci("of tomorrow") == formats.CI["undecided"]
+    assert len(formats.STATES) == 8
 
 
 def test_every_state_has_a_shape_and_a_colour_in_both_schemes() -> None:
@@ -98,7 +97,7 @@ def test_every_state_has_a_shape_and_a_colour_in_both_schemes() -> None:
 
 def test_a_commit_that_was_never_judged_is_unjudged_and_not_pass() -> None:
     assert formats.state(None).word == "unjudged"
-    assert formats.state(None).ci == formats.UNDECIDED
+    assert formats.state(None).meaning == "not judged yet"
 
 
 def test_times_are_shown_in_utc() -> None:

@@ -74,8 +74,10 @@ def finding(number: int, family: str, state: str = "open", direction: str = "reg
         affected=(),
         events=(),
         reproduce="",
+        required=True,
         created_at=AT,
         updated_at=AT,
+        until=None,
     )
 
 

@@ -231,6 +231,12 @@ def test_mantissa_bits_counts_the_bits_in_use(values: list[float], bits: int) ->
     assert mantissa_bits(torch.tensor([values])) == bits
 
 
+def test_what_is_not_finite_has_no_bits() -> None:
+    assert mantissa_bits(torch.tensor([[torch.nan, torch.inf, -torch.inf]])) == 0
+    assert mantissa_bits(torch.tensor([[torch.nan, 1 / 3]])) == 24
+    assert bf16_grid_share(torch.tensor([[torch.nan, torch.inf, 1.5, 1 / 3]])) == 0.5
+
+
 def test_the_bfloat16_grid_is_a_share_of_the_non_zero_elements() -> None:
     assert bf16_grid_share(torch.tensor([[0.0, -0.0, 1.5, 1 / 3, -1 / 3, -2.0]])) == 0.5
     assert bf16_grid_share(torch.zeros(2, 2)) == 0.0

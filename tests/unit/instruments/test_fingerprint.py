@@ -70,7 +70,7 @@ H200: dict[str, Any] = {
         ({"multiprocessors": 66}, {MetricClass.TIMING}),
         ({}, set()),
     ],
-    ids=str,
+    ids=["device", "driver", "cuda", "multiprocessors", "nothing"],
 )
 def test_a_cuda_device_is_another_environment_for_what_its_change_can_change(
     change: dict[str, str], ends: set[MetricClass], monkeypatch: pytest.MonkeyPatch
