@@ -309,7 +309,7 @@ def test_namespaces_leave_nothing_to_write_to_but_its_own_and_no_network(reposit
     with tempfile.NamedTemporaryFile(dir=Path.home()) as secret:
         (measured,) = measure(repository, what=target(env={"THEIRS": f"{tmp_path}:{secret.name}"}))
     wanted = (
-        '{"open": [], "closed": [], "processes": 2, "daemons": [], "theirs": [], "network": "Network is unreachable"}'
+        '{"open": [], "closed": [], "processes": 3, "daemons": [], "theirs": [], "network": "Network is unreachable"}'
     )
     assert wanted in measured.notes["outcome"]
     assert not Path("/tmp/ulpwatch-test").exists()

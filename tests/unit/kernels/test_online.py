@@ -300,6 +300,7 @@ def test_a_cuda_device_without_triton_is_told_what_to_install(monkeypatch: pytes
         is_cuda = True
 
     monkeypatch.setitem(sys.modules, "runners.kernels.online_triton", None)
+    monkeypatch.delattr("runners.kernels.online_triton", raising=False)  # where another test has imported it
     logits: Any = OnCuda()
     with pytest.raises(ModuleNotFoundError, match=r"online needs triton on CUDA.*pip install triton"):
         online._tiles(logits)
