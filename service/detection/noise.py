@@ -4,6 +4,9 @@ Histories are autocorrelated and bimodal, so that the deviation of single points
 them has. Everything here is in natural logs: 0.01 is about 1 %.
 """
 
+import math
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,14 +58,28 @@ def long_run_deviation(values: Floats, blocks: tuple[int, ...] = BLOCKS) -> floa
     estimates from the median of |m - m'| counts. A few steps in the history hardly move a median. Values without
     outliers (`clip_outliers`); never less than `QUIETEST`.
     """
+    estimates = (
+        robust_deviation(differences, 0.0) * math.sqrt(block / 2) for block, differences in _blocks(values, blocks)
+    )
+    return max((QUIETEST, *estimates))
+
+
+def residual_deviation(residuals: Floats, blocks: tuple[int, ...] = BLOCKS) -> float:
+    """The same from the mean square of the differences, which heavy tails raise and a median overlooks. One step would
+    raise it too: of what is left about known levels only."""
+    estimates = (
+        float(np.sqrt(np.mean(differences**2) * block / 2)) for block, differences in _blocks(residuals, blocks)
+    )
+    return max((QUIETEST, *estimates))
+
+
+def _blocks(values: Floats, blocks: tuple[int, ...]) -> Iterator[tuple[int, Floats]]:
+    """For each size the differences of the means of neighbouring blocks, wherever they begin."""
     sums = np.concatenate(([0.0], np.cumsum(values)))
-    estimates = [QUIETEST]
     for block in blocks:
         means = (sums[block:] - sums[:-block]) / block
-        differences = means[block:] - means[:-block]
-        if len(differences):
-            estimates.append(robust_deviation(differences, 0.0) * np.sqrt(block / 2))
-    return float(max(estimates))
+        if len(means) > block:
+            yield block, means[block:] - means[:-block]
 
 
 def history_deviation(history: Floats) -> float:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from service.detection.noise import MEDIAN_COST, Floats, history_deviation, logs, robust_deviation
-from service.detection.steps import step_over_line
+from service.detection.noise import MEDIAN_COST, Floats, history_deviation, logs, residual_deviation, robust_deviation
+from service.detection.steps import step_over_curve
 
 DECILES_TO_DEVIATION = 2.563
+SETTLED_BLOCKS = (1, 3)
+"""Of the noise of the points that compare; larger blocks would take a step among them for noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Online:
     tell the noise.
     """
 
-    limit: float = 5.25
+    limit: float = 5.0
     margin: float = 1.0
     fewest_after: int = 4
     most_after: int = 30
@@ -123,6 +125,8 @@ def newest_step(values: npt.ArrayLike, since: int = 0, rule: Online = ONLINE) ->
         return None
     noise = history_deviation(history[-rule.newest :])
     level = _clip(history[begin:], rule.clip, noise)
+    settled = level[: count - rule.fewest_after]
+    noise = max(noise, residual_deviation(settled - settled.mean(), SETTLED_BLOCKS))
     before = np.minimum(count - after, rule.most_before)
     sums = np.concatenate(([0.0], np.cumsum(level)))
     means_after = (sums[count] - sums[count - after]) / after
@@ -130,7 +134,7 @@ def newest_step(values: npt.ArrayLike, since: int = 0, rule: Online = ONLINE) ->
     scores = np.abs(means_after - means_before) / (noise * np.sqrt(1 / after + 1 / before))
     best = int(scores.argmax())
     at, border = int(after[best]), int(before[best])
-    margin = step_over_line(level[count - at - border :], border) / noise**2
+    margin = step_over_curve(level[count - at - border :], border) / noise**2
     low, high = float(np.median(history[-at - border : -at])), float(np.median(history[-at:]))
     return NewestStep(
         index=len(history) - at,

@@ -1,18 +1,23 @@
 """Looking back at a whole timing history: at which commits did its level change for good.
 
 Candidates come from the best piecewise constant fit (Jackson et al. 2005, optimal partitioning). The weakest is dropped
-until every one left is a step that the long-run noise cannot explain and that a straight line explains less well.
+until every one left is a step that the long-run noise cannot explain and that slow drift, a line or a
+cubic, explains less well; then once more, if the noise that is left about those levels is more than it first seemed.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from service.detection.noise import Floats, clip_outliers, logs, long_run_deviation
+from service.detection.noise import Floats, clip_outliers, logs, long_run_deviation, residual_deviation
 
 CONTROL_REACH = 1
+CURVE = 3
+CURVE_SLACK = 8.0
+"""A cubic fits nearly as well as a step does, and noise better: it may explain so much more than a line may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +30,9 @@ class LookBack:
     be tried.
     """
 
-    limit: float = 4.75
+    limit: float = 4.5
     margin: float = 4.0
-    shortest: int = 3
+    shortest: int = 6
     smallest: float = 0.005
     penalty: float = 9.0
 
@@ -64,9 +69,13 @@ def change_points(values: npt.ArrayLike, evidence: LookBack = DEFAULT) -> tuple[
             for begin, at, end in zip(borders, borders[1:], borders[2:], strict=False)
         ]
         scores = [_strength(cleaned, point, evidence) for point in found]
-        if not scores or min(scores) >= evidence.limit:
+        if scores and min(scores) < evidence.limit:
+            del borders[1 + int(np.argmin(scores))]
+            continue
+        remaining = residual_deviation(_residuals(cleaned, borders))
+        if not scores or remaining <= noise:
             return tuple(found)
-        del borders[1 + int(np.argmin(scores))]
+        noise = remaining
 
 
 def unshared(points: Iterable[ChangePoint], control: Iterable[ChangePoint]) -> tuple[ChangePoint, ...]:
@@ -103,13 +112,24 @@ def optimal_partition(values: Floats, penalty: float, shortest: int = 1) -> list
     return borders[::-1]
 
 
-def step_over_line(values: Floats, at: int) -> float:
-    """How much more of the sum of squares a step before value `at` explains than a straight line does."""
+def step_over_curve(values: Floats, at: int, degree: int = 1) -> float:
+    """How much more of the sum of squares a step before value `at` explains than a line, or a polynomial, does."""
     centred = values - values.mean()
-    time = np.arange(len(values)) - (len(values) - 1) / 2
-    line = float(time @ centred) ** 2 / float(time @ time)
     step = float(centred[:at].sum()) ** 2 * len(values) / (at * (len(values) - at))
-    return step - line
+    return step - float(np.sum((_polynomials(len(values), degree) @ centred) ** 2))
+
+
+@lru_cache(maxsize=512)
+def _polynomials(count: int, degree: int) -> Floats:
+    """Orthonormal polynomials of degree 1 to `degree` over `count` equal distances, a row each."""
+    powers = np.vander(np.linspace(-1, 1, count), degree + 1, increasing=True)
+    return np.ascontiguousarray(np.linalg.qr(powers).Q[:, 1:].T)
+
+
+def _residuals(values: Floats, borders: list[int]) -> Floats:
+    """What is left of the values when each segment's mean is taken off."""
+    pieces = np.split(values, borders[1:-1])
+    return np.concatenate([piece - piece.mean() for piece in pieces])
 
 
 def _measure(values: Floats, begin: int, at: int, end: int, noise: float) -> ChangePoint:
@@ -124,7 +144,7 @@ def _measure(values: Floats, begin: int, at: int, end: int, noise: float) -> Cha
 def _strength(values: Floats, point: ChangePoint, evidence: LookBack) -> float:
     """The score of a change point, or half of it at most if it is no step or too small to matter."""
     about = values[point.index - point.points_before : point.index + point.points_after]
-    margin = step_over_line(about, point.points_before) / point.noise**2
-    if margin < evidence.margin or abs(point.shift) < evidence.smallest:
+    line, curve = (step_over_curve(about, point.points_before, degree) / point.noise**2 for degree in (1, CURVE))
+    if line < evidence.margin or curve < evidence.margin - CURVE_SLACK or abs(point.shift) < evidence.smallest:
         return min(point.score, evidence.limit) / 2
     return point.score

@@ -9,6 +9,7 @@ from service.detection.noise import (
     history_deviation,
     logs,
     long_run_deviation,
+    residual_deviation,
     robust_deviation,
     running_median,
 )
@@ -53,6 +54,14 @@ def test_an_alternating_history_is_as_noisy_as_its_differences() -> None:
 def test_blocks_of_three_decide_where_they_are_noisier() -> None:
     """0 0 0 1 1 1 ...: single points mostly equal the next, blocks of 3 differ by 1/3, 1/3 or 1, of 6 by nothing."""
     assert long_run_deviation(np.array([0.0, 0, 0, 1, 1, 1] * 20)) == pytest.approx(1.4826 / 3 * 1.5**0.5)
+
+
+def test_heavy_tails_raise_the_noise_of_residuals() -> None:
+    """One of eleven values is 1: of ten differences two are 1, whose mean square is .2."""
+    values = np.array([0.0] * 9 + [1.0, 0.0])
+    assert long_run_deviation(values, (1,)) == QUIETEST
+    assert residual_deviation(values, (1,)) == pytest.approx((2 / 10 / 2) ** 0.5)
+    assert residual_deviation(np.zeros(1)) == QUIETEST
 
 
 def test_a_history_that_never_moves_has_the_least_noise_there_is() -> None:
