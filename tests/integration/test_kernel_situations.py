@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runners.binding import UnmeasurableError, omitted_arguments
 from runners.instruments.accuracy import log_prob_gate, numeric_metrics, yardstick
+from runners.instruments.calls import Local
 from runners.instruments.measure import measure_case
 from runners.instruments.memory import MemoryReading, measure_memory
 from runners.instruments.subject import Branches, Options, Subject
@@ -217,7 +218,7 @@ SITUATIONS = [
 def measured(name: str, case_id: str) -> Measurement:
     """One of our kernels as it is on a case of `quick`."""
     known = kernel(name)
-    return measure_case(Subject(name, known.run, contract=known.contract), QUICK[case_id], repetitions=1)
+    return measure_case(Local(Subject(name, known.run, contract=known.contract)), QUICK[case_id], repetitions=1)
 
 
 def readings(measurement: Measurement) -> dict[str, Reading]:
@@ -248,7 +249,7 @@ def _smallest(fact: str | None, *both: dict[str, Reading]) -> float:
 
 @pytest.mark.parametrize("told", SITUATIONS)
 def test_the_quick_suite_sees_what_is_wrong(told: Situation) -> None:
-    wrong = measure_case(Subject(told.than, told.wrong), QUICK[told.case], repetitions=1)
+    wrong = measure_case(Local(Subject(told.than, told.wrong)), QUICK[told.case], repetitions=1)
     assert wrong.outcome == "ok", wrong.notes
     assert told.signals <= worse(readings(measured(told.than, told.case)), readings(wrong))
 
@@ -256,7 +257,7 @@ def test_the_quick_suite_sees_what_is_wrong(told: Situation) -> None:
 def test_nothing_is_seen_of_a_kernel_that_stays_as_it_is() -> None:
     """So that no signal above is there always."""
     for name, case_id in {(param.values[0].than, param.values[0].case) for param in SITUATIONS}:
-        again = measure_case(Subject(name, kernel(name).run), QUICK[case_id], repetitions=1)
+        again = measure_case(Local(Subject(name, kernel(name).run)), QUICK[case_id], repetitions=1)
         assert worse(readings(measured(name, case_id)), readings(again)) == set(), case_id
 
 
@@ -306,7 +307,7 @@ def test_02_an_entry_that_lacks_what_a_caller_passes_is_named_and_ours_take_ever
     target = TargetKernel(name="fused", entry="a:b", arguments=arguments, returns=["log_prob"])
     with pytest.raises(UnmeasurableError, match="takes no parameter 'with_entropy_grad'"):
         omitted_arguments(target, without_new_keyword, omittable=())
-    called = measure_case(Subject("fused", without_new_keyword), QUICK[PLAIN], repetitions=1)  # type: ignore[arg-type]
+    called = measure_case(Local(Subject("fused", without_new_keyword)), QUICK[PLAIN], repetitions=1)  # type: ignore[arg-type]
     assert (called.outcome, "unexpected keyword" in called.notes["outcome"]) == ("raised", True)
     for name in OURS:
         assert set(inspect.signature(LogProbEntropy.__call__).parameters) - {"self"} <= set(
