@@ -66,7 +66,7 @@ def measure_range(
                 continue
             on_commit(f"{place}measured again, because {kept} is of another environment")
         else:
-            on_commit(f"{place}measured: {commit.subject}")
+            on_commit(f"{place}measuring: {commit.subject}")
         result = measure_commit(
             target,
             repository,

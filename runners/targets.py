@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from runners.suites import SUITES
 from service.wire import Case, Target, TargetKernel
 
 # The built-in kernels by name: reading them off runners.kernels.registry would import torch.
@@ -53,6 +54,8 @@ def faults_of(target: Target) -> list[str]:
         for number, path in enumerate(target.paths)
         if set(path) & set("*?[") or path.startswith(":")
     ]
+    if target.suite not in SUITES:
+        faults.append(f"suite: there is no suite {target.suite!r}; known are {', '.join(sorted(SUITES))}")
     faults += [f"python.requires: {fault}" for fault in map(_requirement_fault, target.python.requires) if fault]
     return faults
 

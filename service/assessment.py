@@ -253,7 +253,7 @@ def _no_ancestor(history: History, sha: str) -> str:
     if unknown:
         return (
             f"no known ancestor is measured, and ancestor {unknown[0][:7]} is unknown here: tell the history with "
-            "`ulpwatch job add FIRST..LAST`, or post it to /api/v1/commits"
+            "`ulpwatch job add --target FILE --range FIRST..LAST`, or post it to /api/v1/commits"
         )
     return "no ancestor is measured: this is the first measurement"
 

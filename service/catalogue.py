@@ -333,7 +333,11 @@ _UNGATED: tuple[Metric, ...] = (
     _check(104, "half_precision_logits", "bfloat16 and float16 logits work"),
     _check(105, "target_range", "an out-of-range target is a clear error or a documented ignore"),
     _check(106, "result_dtype", "outputs are float32 and the gradient has the logits' dtype"),
-    _check(107, "zero_upstream", "a row without an upstream gradient gets an exactly zero gradient"),
+    _check(
+        107,
+        "zero_upstream",
+        "a row without an upstream gradient gets a zero gradient, even of NaN logits",
+    ),
     _check(108, "result_shape", "outputs have the shapes that the target declares"),
     _check(109, "within_gates", "errors lie within the absolute gates of the declared contract"),
     _check(110, "no_grad", "without gradients (no_grad, inference_mode) the outputs are the same and require none"),

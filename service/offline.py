@@ -6,7 +6,7 @@ One path decides everywhere: what `ulpwatch replay` and `ulpwatch compare` say i
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -24,7 +24,11 @@ _POSTED_BY = "offline"
 
 
 def judge_history(target: Target, commits: Sequence[Commit], results: Sequence[Result]) -> list[queries.VerdictView]:
-    """The verdict of every commit, in the order given; the last one is the branch's head."""
+    """The verdict of every commit, in the order given; the last one is the branch's head. What was before the first is
+    left out, so that it begins the history."""
+    known = {commit.sha for commit in commits}
+    commits = [_within(known, commit) for commit in commits]
+    results = [result.model_copy(update={"commit": _within(known, result.commit)}) for result in results]
     with _database() as factory:
         with factory.begin() as session:
             register_target(session, target, registered_by=_POSTED_BY)
@@ -34,6 +38,11 @@ def judge_history(target: Target, commits: Sequence[Commit], results: Sequence[R
         judge_pending(factory)
         with factory() as session:
             return [queries.verdict(session, target.name, commit.sha) for commit in commits]
+
+
+def _within(known: Collection[str], commit: Commit) -> Commit:
+    """The commit with those of its parents that are known."""
+    return commit.model_copy(update={"parents": [parent for parent in commit.parents if parent in known]})
 
 
 def regressed_metrics(verdict: queries.VerdictView) -> frozenset[str]:

@@ -107,7 +107,8 @@ def _what(ranked: Sequence[Change]) -> str:
     lead = ranked[0]
     metric = BY_NAME[lead.metric]
     if metric.rule is Rule.CHECK:
-        verb = "no longer holds" if lead.state is State.REGRESS else "now holds"
+        broken = "does not hold" if lead.before is None else "no longer holds"
+        verb = broken if lead.state is State.REGRESS else "now holds"
         reason = f" ({lead.reason})" if lead.reason else ""
         others = len({change.metric for change in ranked}) - 1
         more = f" and {others} more check{'s' if others > 1 else ''}" if others else ""

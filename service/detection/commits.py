@@ -167,13 +167,14 @@ def _unknown(metric: Metric, before: Mapping[str, Mapping[str, Level]], one: Obs
 def _is_correct(levels: Mapping[str, Level], one: Observation) -> bool:
     """No check fails, no value is infinite and no error is over its limit that was not so at the accepted level.
 
-    A check that the kernel never passed is its known state: a stranger's kernel is held to its own past.
+    A check that the kernel never passed is its known state: a stranger's kernel is held to its own past. A case over its
+    budget is no less correct.
     """
     if _ended_badly(one):
         return False
     for name, reading in one.readings.items():
         metric, level = BY_NAME[name], levels.get(name)
-        if level is None or not _is_judged(name) or metric.metric_class is MetricClass.EXACT:
+        if level is None or not _is_judged(name) or metric.metric_class is MetricClass.EXACT or name == BUDGET:
             continue
         if relate(metric, level.accepted, reading, _floor(metric, levels, one)) is Relation.WORSE:
             return False

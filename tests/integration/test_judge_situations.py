@@ -475,6 +475,19 @@ def test_a_budget_fails_whatever_the_history_says(session_factory: SessionFactor
     assert [one.culprit_sha for one in story.verdict("c2").recovered] == [story.payloads.sha("c0")]
 
 
+def test_a_kernel_over_its_budget_is_held_to_its_improvements(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    (fused,) = payloads.target().kernels
+    story = Story(
+        session_factory, payloads, kernels=[fused.model_dump() | {"budget": {"step_peak_bytes": {"units": 1.0}}}]
+    )
+    unit = 64 * 4096 * 4
+    story.line([4.0 * unit, 2.0 * unit, 4.0 * unit])
+    assert [story.verdict(f"c{index}").state for index in range(3)] == ["regress", "improve", "regress"]
+    assert "does not hold" in story.verdict("c0").reason
+
+
 def test_an_unjudged_commit_is_missing_and_says_why(story: Story) -> None:
     story.post(story.at(0), story.row())
     story.register(story.at(1))
