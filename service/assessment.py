@@ -56,7 +56,8 @@ def assess(
     counted = [item for item in comparisons if _counts(history.definition["require"], item)]
     lacking = _devices_lacking(history.definition["require"], observations)
     counts = Counter(item.step.counts_as for item in counted)
-    present = {*counts, *([State.MISSING] if lacking or not counted else [])}
+    counts[State.MISSING] += len(lacking)
+    present = {*(one for one in counts if counts[one]), *([] if counted else [State.MISSING])}
     state = next(state for state in State if state in present)
     changes = [_change(history, item) for item in comparisons if item.step.state in (State.REGRESS, State.IMPROVE)]
     clusters = cluster(changes, _measured_cases(history, observations), sha)

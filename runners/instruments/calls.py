@@ -32,6 +32,7 @@ from runners.instruments.subject import (
 from runners.instruments.timing import compilations, first_call_seconds, measure_time
 from runners.instruments.work import work_pass
 from runners.kernels.inputs import Inputs
+from service.catalogue import BY_NAME, MetricClass
 
 # How long one thread waits for the other between forward and backward.
 _MEETING_SECONDS = 30
@@ -162,6 +163,15 @@ class Local:
 
     def ask(self, call: Call, inputs: Inputs) -> Answer:
         return answer(self.subject, call, inputs)
+
+
+def figures(got: Answer, metric_class: MetricClass) -> dict[str, list[float]]:
+    """The samples of an answer. ValueError for any that its instrument does not make: the errors are not the kernel's
+    to tell."""
+    for name in got.samples:
+        if name not in BY_NAME or BY_NAME[name].metric_class is not metric_class:
+            raise ValueError(f"the kernel's process reports {name!r}, which is no {metric_class} metric")
+    return got.samples
 
 
 def branches_of(

@@ -14,7 +14,7 @@ import torch
 
 from runners.instruments import checks
 from runners.instruments.accuracy import Yardstick, numeric_metrics, permuted, yardstick
-from runners.instruments.calls import Answer, Call, Measured, RaisedError, Rank, branches_of, describe
+from runners.instruments.calls import Answer, Call, Measured, RaisedError, Rank, branches_of, describe, figures
 from runners.instruments.parallel import RanksError, measure_over_ranks
 from runners.instruments.subject import ARGUMENTS, Branches, Options, ResultShapeError, Subject, options
 from runners.instruments.unseen import fault_on, unseen
@@ -137,8 +137,9 @@ def _measure(kernel: Measured, case: Case, inputs: Inputs, yard: Yardstick, repe
     if fault := _incorrect(found):
         found.notes["timing"] = f"not stored: {fault}"
         return
-    found.values |= kernel.ask(Call("time", how, repetitions=repetitions, draw=case.id), inputs).samples
-    found.values |= first.samples | kernel.ask(Call("compilations", how), inputs).samples
+    for got in (kernel.ask(Call("time", how, repetitions=repetitions, draw=case.id), inputs), first):
+        found.values |= figures(got, MetricClass.TIMING)
+    found.values |= figures(kernel.ask(Call("compilations", how), inputs), MetricClass.TIMING)
 
 
 def _record_exact(kernel: Measured, case: Case, inputs: Inputs, how: Options, found: _Findings) -> None:
@@ -152,7 +153,7 @@ def _record_exact(kernel: Measured, case: Case, inputs: Inputs, how: Options, fo
         for kind in ("memory", "work"):
             given = unseen(inputs, f"{case.id} {kind} {reading}")
             got = kernel.ask(Call(kind, how), given)
-            for name, samples in got.samples.items():
+            for name, samples in figures(got, MetricClass.EXACT).items():
                 found.values.setdefault(name, []).extend(samples)
             faults = {name: faults[name] or fault for name, fault in _faults(given, how, got, errors).items()}
     _record_checks(faults if case.tokens else {"own_thread": faults["own_thread"]}, found)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from runners.instruments.accuracy import Yardstick, numeric_metrics, permuted
-from runners.instruments.calls import Answer, Call, Kind, RaisedError, Rank, as_branches, branches_of
+from runners.instruments.calls import Answer, Call, Kind, RaisedError, Rank, as_branches, branches_of, figures
 from runners.instruments.checks import inputs_changed, thread_fault
 from runners.instruments.subject import Branches, Options, ResultShapeError
 from runners.instruments.unseen import fault_on, unseen
 from runners.kernels.inputs import Inputs
+from service.catalogue import MetricClass
 
 # A result may move with the number of ranks by so many times what a permuted vocabulary moves it (KERNELS.md, gates).
 NOISES = 10.0
@@ -73,7 +74,7 @@ def measure_over_ranks(
         for kind in _EXACT:
             given = unseen(inputs, f"{draw} {kind} {reading}")
             answers = together(ranks, Call(kind, how), given)
-            for name, value in _worst([answer.samples for answer in answers]).items():
+            for name, value in _worst([figures(answer, MetricClass.EXACT) for answer in answers]).items():
                 values.setdefault(name, []).append(value)
             found = {
                 "unseen_inputs": _fault_on(given, how, answers, numbers),
@@ -83,7 +84,7 @@ def measure_over_ranks(
             }
             faults |= {name: faults.get(name) or fault for name, fault in found.items()}
     times = together(ranks, Call("time", how, repetitions=repetitions, draw=draw), inputs)
-    return ParallelFindings(values | times[0].samples, faults)
+    return ParallelFindings(values | figures(times[0], MetricClass.TIMING), faults)
 
 
 def together(ranks: Sequence[Rank], call: Call, inputs: Inputs) -> list[Answer]:

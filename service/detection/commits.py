@@ -80,7 +80,11 @@ def judge_commit(before: Standing, measured: Measured, sha: str, *, baseline: st
         own = before.levels.get(group[0].series, {})
         comparisons += _judge_series(own, after.setdefault(group[0].series, {}), group, sha)
     due = expected(before.rosters, measured.rosters, required)
-    changed = {device for device, _ in redefined(before.rosters, measured.rosters)}
+    changed = {
+        (suite[0], series)
+        for suite in redefined(before.rosters, measured.rosters)
+        for series in before.rosters[suite].series
+    }
     comparisons += _missing(before.levels, after, ordered, _Due(due, changed, baseline))
     return Judgement(Standing(after, carry(before.rosters, measured.rosters)), tuple(comparisons))
 
@@ -167,7 +171,7 @@ def _unknown(metric: Metric, before: Mapping[str, Mapping[str, Level]], one: Obs
 def _is_correct(levels: Mapping[str, Level], one: Observation) -> bool:
     """No check fails, no value is infinite and no error is over its limit that was not so at the accepted level.
 
-    A check that the kernel never passed is its known state: a stranger's kernel is held to its own past. A case over its
+    A check that the kernel never passed is its known state: a kernel is held to its own past. A case over its memory
     budget is no less correct.
     """
     if _ended_badly(one):
@@ -210,10 +214,10 @@ def _facts(levels: Mapping[str, Level], one: Observation, *, correct: bool) -> d
 @dataclass(frozen=True, slots=True)
 class _Due:
     """What a commit should have measured: series on device classes, and every metric of a series that it did measure.
-    On the devices `redefined` a suite asks for something else than it did: what it dropped is reported once."""
+    Of the series `redefined` a suite asks for something else than it did: what it dropped is reported once."""
 
     series: set[tuple[str, int]]
-    redefined: set[str]
+    redefined: set[tuple[str, int]]
     baseline: str
 
 
@@ -236,7 +240,7 @@ def _missing(before: Levels, after: Levels, observations: Sequence[Observation],
                 if (*own, name) in seen or not _is_judged(name):
                     continue
                 after[series][segment] = dict(after[series][segment])
-                if own in measured and own[0] in due.redefined:
+                if own in measured & due.redefined and not level.opened:
                     del after[series][segment][name]
                 else:
                     after[series][segment][name] = replace(level, lapsed=level.lapsed or due.baseline)

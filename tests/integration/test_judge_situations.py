@@ -442,6 +442,11 @@ def test_a_required_device_that_did_not_measure_makes_the_verdict_missing(
     verdict = story.verdict("c1")
     assert verdict.state == "missing"
     assert "cuda" in verdict.reason
+    story.register(story.at(2, watched="c1"))
+    story.post(story.at(3), story.row(2 * B))
+    story.register(story.at(4, watched="c3"))
+    story.judge()
+    assert [story.verdict(f"c{index}").state for index in (2, 3, 4)] == ["missing", "regress", "missing"]
 
 
 def test_a_metric_class_that_is_not_required_decides_nothing(

@@ -174,3 +174,12 @@ def test_what_stood_before_is_left_as_it_was() -> None:
 
 def test_informational_values_are_not_compared() -> None:
     assert "perm_delta_lp" not in states(fold({"perm_delta_lp": 1.0}, {"perm_delta_lp": 9.0}))
+
+
+def test_a_changed_suite_forgets_no_open_finding() -> None:
+    judgement = fold({"empty_batch": 1.0}, {"empty_batch": 0.0})
+    judgement = judge(judgement.standing, observe({}), digest="f")
+    assert states(judgement)["empty_batch"] == "missing"
+    again = judge(judgement.standing, observe({"empty_batch": 0.0}), digest="f")
+    assert states(again)["empty_batch"] == "no-baseline"
+    assert next(level.opened for name, level in again.standing.levels[1]["cpu/1"].items() if name == "empty_batch")

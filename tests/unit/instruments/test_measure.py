@@ -1,12 +1,14 @@
 """One kernel on one case: a complete measurement, whatever the kernel does."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from runners.instruments.calls import Local
+from runners.instruments.calls import Answer, Call, Local
 from runners.instruments.measure import ARGUMENTS, Subject, measure_case
+from runners.kernels.inputs import Inputs
 from runners.kernels.registry import kernel
 from service.catalogue import BY_NAME, MetricClass
 from service.wire import CASE_ARGUMENTS, Case
@@ -181,3 +183,17 @@ def test_a_control_is_marked(clean: Subject) -> None:
 
 def test_the_arguments_are_those_of_the_wire() -> None:
     assert frozenset(CASE_ARGUMENTS) == ARGUMENTS
+
+
+class _Forger(Local):
+    """Reports an error of its own choice beside the times."""
+
+    def ask(self, call: Call, inputs: Inputs) -> Answer:
+        got = super().ask(call, inputs)
+        return replace(got, samples=got.samples | {"g_rel_l2_lp": [0.0]}) if call.kind == "time" else got
+
+
+def test_a_kernel_cannot_report_its_own_errors(clean: Subject) -> None:
+    measurement = measure_case(_Forger(clean), CASE, repetitions=1)
+    assert measurement.outcome == "raised"
+    assert "'g_rel_l2_lp', which is no timing metric" in measurement.notes["outcome"]
