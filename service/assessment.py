@@ -249,8 +249,8 @@ def _back_from(counted: Sequence[Comparison]) -> str:
 
 def _no_ancestor(history: History, sha: str) -> str:
     """Why a commit has no baseline: nothing before it is measured, or what is before it was never told."""
-    ancestors = ancestry(history.parents, sha)
-    unknown = sorted({parent for one in ancestors for parent in history.parents[one]} - history.parents.keys())
+    parents = history.parents
+    unknown = sorted({parent for one in ancestry(parents, sha) for parent in parents[one]} - parents.keys())
     if unknown:
         return (
             f"no known ancestor is measured, and ancestor {unknown[0][:7]} is unknown here: tell the history with "

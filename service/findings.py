@@ -17,11 +17,11 @@ from service.detection.clusters import Cluster
 from service.detection.levels import State
 from service.detection.rules import RULE_VERSION
 from service.errors import Conflict, FieldError, Invalid, NotFound
-from service.history import ancestry
 from service.models import Commit, Finding, FindingEvent
 from service.plans import History
 
 ACTOR = "judge"
+_DECIDED = ("accepted", "dismissed")
 
 
 def store_findings(session: Session, history: History, sha: str, clusters: Sequence[Cluster]) -> None:
@@ -46,6 +46,8 @@ def store_findings(session: Session, history: History, sha: str, clusters: Seque
             _move(session, row, first_state(item), "reopened", "later results show it again")
         elif item.decided and row.state in ("open", "acknowledged"):
             _move(session, row, item.decided, item.decided, "as decided for the same content at another commit")
+        elif item.direction is State.REGRESS and not item.decided and row.state in _DECIDED:
+            _move(session, row, "open", "reopened", "it shows more than was decided on, or that was taken back")
     for key in found.keys() - wanted.keys():
         if found[key].state != "retracted":
             _move(session, found[key], "retracted", "retracted", "results that arrived later take it back")
@@ -126,7 +128,7 @@ def triage(
     """Move a regression by a person's decision, and ask for a new judgement of every commit that it is about.
 
     `accept` makes its value the new baseline, `dismiss` says that it is none, until `until` if that is given. It is
-    about the watched content: findings like it at other commits with the same content move with it. `seen` is the state
+    about the values that the finding has, and holds for the same watched content at another commit. `seen` is the state
     that the person saw. NotFound without such a finding; Conflict if its state does not allow the action or is not the
     one that was seen; Invalid for an `until` that is past or means nothing.
     """
@@ -143,10 +145,17 @@ def triage(
     if until is not None and (action != "dismiss" or until <= datetime.now(UTC)):
         field = FieldError("body.until", "is for a dismissal, and lies in the future")
         raise Invalid("this decision cannot end then", errors=[field])
-    for one in (row, *_like_it(session, row)):
-        if one.state in allowed:
-            _move(session, one, state, state, reason, actor=actor, until=until)
+    row.decided = _of_its_values(row, state) if state in _DECIDED else {}
+    if action == "reopen":
+        for one in _like_it(session, row):  # what was decided there holds here
+            one.decided = {}
+    _move(session, row, state, state, reason, actor=actor, until=until)
     _judge_again(session, row)
+
+
+def _of_its_values(row: Finding, decision: str) -> dict[str, Any]:
+    values = [[one["case_id"], one["metric"], one["after"]] for one in row.evidence["affected"]]
+    return {"decision": decision, "values": values}
 
 
 def _like_it(session: Session, row: Finding) -> Sequence[Finding]:
@@ -179,6 +188,7 @@ def has_ended_dismissals(session: Session, now: datetime) -> bool:
 def end_dismissals(session: Session, now: datetime) -> None:
     """Open again what was dismissed until a moment that has passed."""
     for row in session.scalars(_ended(now).with_for_update()).all():
+        row.decided = {}
         _move(session, row, "open", "reopened", "the time of its dismissal is over")
         _judge_again(session, row)
 
@@ -215,11 +225,12 @@ def settle_findings(session: Session, history: History, in_force: Collection[str
         .where(
             Finding.target_id == history.target_id,
             Finding.direction == str(State.REGRESS),
-            Finding.state.in_(("open", "acknowledged", "recovered")),
+            Finding.state != "retracted",
         )
         .order_by(Finding.id)
     ).all()
     shown = {(culprit, row.kernel, row.family) for row, culprit in rows}
+    rows = [one for one in rows if one[0].state not in _DECIDED]
     ends = branch_ends(history, {culprit for _, culprit in rows})
     for row, culprit in rows:
         newest = ends.get(culprit, ())
@@ -232,11 +243,12 @@ def settle_findings(session: Session, history: History, in_force: Collection[str
 
 def branch_ends(history: History, culprits: Collection[str]) -> dict[str, list[str]]:
     """For each commit off the default branch, the newest measured commits off it that descend from it, or itself."""
-    parents = history.parents
-    off = [sha for sha in history.order if history.trunk and sha not in history.trunk and history.commits[sha].runs]
-    lineage = {sha: ancestry(parents, sha) for sha in off}
-    ends = {}
-    for culprit in lineage.keys() & culprits:
-        line = [sha for sha in off if culprit in lineage[sha]]
-        ends[culprit] = [sha for sha in line if not any(sha in lineage[other] for other in line if other != sha)]
-    return ends
+    off = [sha for sha in history.order if history.trunk and sha not in history.trunk]
+    parents, found = history.parents, {sha: set[str]() for sha in off}
+    for sha in reversed(off):
+        if not found[sha] and history.commits[sha].runs:
+            found[sha] = {sha}
+        for parent in parents[sha]:
+            if parent in found:
+                found[parent] |= found[sha]
+    return {culprit: sorted(found[culprit]) for culprit in culprits if culprit in found}

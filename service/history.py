@@ -62,6 +62,15 @@ def ancestry(parents: Mapping[str, Sequence[str]], head: str) -> set[str]:
     return found
 
 
+def first_parents(parents: Mapping[str, Sequence[str]], sha: str) -> set[str]:
+    """The commit, its first parent, that one's first parent, and so on, as far as they are known."""
+    line: set[str] = set()
+    while sha in parents and sha not in line:
+        line.add(sha)
+        sha = parents[sha][0] if parents[sha] else ""
+    return line
+
+
 def nearest(
     order: Sequence[str], parents: Mapping[str, Sequence[str]], wanted: Callable[[str], bool]
 ) -> dict[str, Ancestor]:

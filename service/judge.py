@@ -31,7 +31,7 @@ from service.detection.commits import (
 from service.detection.gates import GateFacts, beyond_gates
 from service.detection.level_sets import Roster, Rosters, Standing, dump, load, segment
 from service.detection.levels import Decision, State
-from service.detection.rules import RULE_VERSION, Reading
+from service.detection.rules import NONFINITE, RULE_VERSION, Reading, cost, cross, worst
 from service.errors import Invalid, NotFound
 from service.findings import (
     end_dismissals,
@@ -41,7 +41,7 @@ from service.findings import (
     settle_findings,
     store_findings,
 )
-from service.history import Ancestor, forks, nearest
+from service.history import Ancestor, first_parents, forks, nearest
 from service.job_queue import enqueue
 from service.models import Commit, Environment, Job, LevelSet, Measurement, Run, Series, Target, Verdict
 from service.plans import History, Plan, SeriesFacts, load_history, planned, tips
@@ -216,11 +216,25 @@ def _assess(history: History, plan: Plan, standing: Standing, measured: Measured
 
 
 def _decided(history: History, sha: str, item: Comparison) -> Decision | None:
-    """What was decided about this regression, at this commit or at one with the same watched content."""
-    about = history.series[item.series].kernel, str(BY_NAME[item.metric].family)
-    content = history.commits[sha].watched_digest
-    decisions = history.decisions
-    return decisions.get((sha, *about)) or (decisions.get((content, *about)) if content else None)
+    """What was decided about this regression: at this commit, or at one with the same watched content that is none of
+    its own ancestors (going back to what was accepted once is no landing of it). What is worse than what was decided
+    on, or was not there, is not decided."""
+    series, metric = history.series[item.series], BY_NAME[item.metric]
+    about = series.kernel, str(metric.family)
+    commit = history.commits[sha]
+    found = [*history.decisions.get((sha, *about), ())]
+    if commit.vouched and commit.watched_digest and (commit.watched_digest, *about) in history.decisions:
+        line = first_parents(history.parents, sha)
+        elsewhere = history.decisions[commit.watched_digest, *about]
+        found += [one for one in elsewhere if one.culprit not in line]
+    for one in reversed(found):
+        key = series.case_id, item.metric
+        if item.reading and key in one.values:
+            value = one.values[key]
+            accepted = NONFINITE if value is None else cost(metric, value)
+            if not cross(metric, accepted, worst(metric, item.reading), 0.0).worse:
+                return one.decision
+    return None
 
 
 def _standing(session: Session, level_set_id: int) -> Standing:

@@ -338,7 +338,7 @@ class Verdict(Base):
 
 class Finding(Base):
     """One cause: what a commit changed in one family of one kernel's metrics. `key` makes it unique in any race;
-    `until` is when a dismissal ends."""
+    `decided` is what a person made of it, and of which values, empty without; `until` is when a dismissal ends."""
 
     __tablename__ = "findings"
     __table_args__ = (
@@ -359,6 +359,7 @@ class Finding(Base):
     state: Mapped[str] = mapped_column(String(16))
     sentence: Mapped[str]
     evidence: Mapped[dict[str, Any]]
+    decided: Mapped[dict[str, Any]] = mapped_column(default=dict)
     until: Mapped[datetime | None]
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]

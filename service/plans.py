@@ -18,7 +18,8 @@ from service.queries import unit_bytes
 
 @dataclass(frozen=True, slots=True)
 class CommitFacts:
-    """A commit as the judge sees it. `runs` are the ids of the runs that count for it, `trusted` says that they may be
+    """A commit as the judge sees it. `vouched` says that a trusted post has told of it, and so of its watched content;
+    `runs` are the ids of the runs that count for it, `trusted` says that they may be
     a baseline."""
 
     id: int
@@ -29,6 +30,17 @@ class CommitFacts:
     pending: bool
     runs: tuple[int, ...]
     trusted: bool
+    vouched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a person decided about a finding of `culprit`: of each (case id, metric) up to which value, None where that
+    was not finite."""
+
+    culprit: str
+    decision: Decision
+    values: Mapping[tuple[str, str], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +79,7 @@ class History:
     head: str | None
     series: Mapping[int, SeriesFacts]
     plans: Mapping[str, Plan]
-    decisions: Mapping[tuple[str, str, str], Decision]
+    decisions: Mapping[tuple[str, str, str], Sequence[Decided]]
 
     @property
     def parents(self) -> dict[str, tuple[str, ...]]:
@@ -89,6 +101,7 @@ def load_history(session: Session, target: Target) -> History:
             Commit.sha,
             Commit.parents,
             Commit.watched_digest,
+            Commit.trusted,
             Commit.committed_at,
             Commit.judge_generation,
             Commit.judged_generation,
@@ -105,6 +118,7 @@ def load_history(session: Session, target: Target) -> History:
             pending=row.judge_generation != row.judged_generation,
             runs=runs.get(row.id, ((), False))[0],
             trusted=runs.get(row.id, ((), False))[1],
+            vouched=row.trusted,
         )
         for row in rows
     }
@@ -128,21 +142,22 @@ def load_history(session: Session, target: Target) -> History:
     )
 
 
-def _decisions(session: Session, target_id: int) -> dict[tuple[str, str, str], Decision]:
-    """In the order of the findings' ids; where two of one content differ, the newer one holds."""
+def _decisions(session: Session, target_id: int) -> dict[tuple[str, str, str], list[Decided]]:
+    """By the commit that was decided on, and by its watched content where a trusted post told of that."""
     rows = session.execute(
-        select(Commit.sha, Commit.watched_digest, Finding.kernel, Finding.family, Finding.state)
+        select(Commit.sha, Commit.watched_digest, Commit.trusted, Finding.kernel, Finding.family, Finding.decided)
         .join(Commit, Commit.id == Finding.commit_id)
-        .where(
-            Finding.target_id == target_id, Finding.direction == "regress", Finding.state.in_(("accepted", "dismissed"))
-        )
+        .where(Finding.target_id == target_id, Finding.direction == "regress")
         .order_by(Finding.id)
     ).all()
-    decisions: dict[tuple[str, str, str], Decision] = {}
+    found: dict[tuple[str, str, str], list[Decided]] = {}
     for row in rows:
-        for name in filter(None, (row.sha, row.watched_digest)):
-            decisions[name, row.kernel, row.family] = row.state
-    return decisions
+        if row.decided:
+            values = {(case_id, metric): value for case_id, metric, value in row.decided["values"]}
+            one = Decided(row.sha, row.decided["decision"], values)
+            for name in filter(None, (row.sha, row.watched_digest if row.trusted else None)):
+                found.setdefault((name, row.kernel, row.family), []).append(one)
+    return found
 
 
 def _series(session: Session, target_id: int) -> dict[int, SeriesFacts]:

@@ -120,6 +120,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("sentence", sa.Text(), nullable=False),
         sa.Column("evidence", sa.JSON(), nullable=False),
+        sa.Column("decided", sa.JSON(), nullable=False),
         sa.Column("until", sa.DateTime(timezone=True), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False),

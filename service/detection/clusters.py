@@ -58,8 +58,8 @@ class Cluster:
 
     @property
     def decided(self) -> Decision | None:
-        """What a person made of it: a decision is about all of a finding."""
-        return self.changes[0].decided
+        """What a person made of it, where that is about all of it."""
+        return self.changes[0].decided if all(change.decided for change in self.changes) else None
 
 
 def cluster(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from service import judge, models, queries, wire
 from service.db import SessionFactory
@@ -588,9 +588,50 @@ def test_an_acceptance_on_a_pull_request_holds_for_the_commit_that_lands_it(stor
     story.register(head="squashed")
     story.judge()
     assert (story.verdict("p1").state, story.verdict("squashed").state) == ("pass", "pass")
+    assert len(story.findings("accepted")) == 2
     decide(story, "reopen", finding=story.findings("accepted")[0].id)
     assert (story.verdict("p1").state, story.verdict("squashed").state) == ("regress", "regress")
     assert not story.findings("accepted")
+
+
+def test_a_decision_is_about_the_values_that_were_seen(story: Story) -> None:
+    both = [story.row(), story.row(tokens=128)]
+    story.post(story.at(0), *both)
+    story.post(story.at(1), story.row(2 * B), both[1])
+    story.judge()
+    decide(story, "accept")
+    assert story.verdict("c1").state == "pass"
+    story.post(story.at(2), story.row(2 * B), story.row(90 * B, tokens=128))
+    with story.factory.begin() as session:  # a later result of the same commit shows more
+        run = session.scalars(select(models.Run).order_by(models.Run.id)).all()[1]
+        session.execute(delete(models.Measurement).where(models.Measurement.run_id == run.id))
+    story.post(story.at(1), story.row(2 * B), story.row(90 * B, tokens=128))
+    story.judge()
+    (memory,) = story.verdict("c1").findings
+    assert (story.verdict("c1").state, memory.state) == ("regress", "open")
+
+
+def test_going_back_to_what_was_accepted_is_no_landing_of_it(story: Story) -> None:
+    story.post(story.at(0), story.row())
+    story.post(story.at(1, watched="old"), story.row(2 * B))
+    story.judge()
+    decide(story, "accept")
+    story.post(story.at(2), story.row(B / 4))
+    story.post(story.at(3, watched="old"), story.row(2 * B))
+    story.judge()
+    assert [story.verdict(f"c{index}").state for index in (1, 2, 3)] == ["pass", "improve", "regress"]
+
+
+def test_what_an_untrusted_post_says_of_its_content_shares_no_decision(story: Story) -> None:
+    main = story.commit("main")
+    story.post(main, story.row())
+    story.register(main, head="main")
+    story.post(story.commit("p1", "main", watched="new", minute=1), story.row(2 * B))
+    story.judge()
+    decide(story, "accept")
+    story.post(story.commit("fork", "main", watched="new", minute=2), story.row(2 * B), quarantined=True)
+    story.judge()
+    assert (story.verdict("p1").state, story.verdict("fork").state) == ("pass", "regress")
 
 
 def test_an_acknowledged_regression_stays_one(story: Story) -> None:
