@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from runners.suites import SUITES
 from service.wire import Case, Target, TargetKernel
 
 # The built-in kernels by name: reading them off runners.kernels.registry would import torch.
@@ -43,6 +42,8 @@ def load_target(path: str | Path) -> Target:
 
 def faults_of(target: Target) -> list[str]:
     """What a runner cannot do that a target asks for, each as key and rule; the wire does not know what runners can."""
+    from runners.suites import SUITES  # noqa: PLC0415 - measured processes import this module, and need no suites
+
     faults = [
         f"kernels[{number}].control: there is no built-in kernel {kernel.control!r}; known are {', '.join(BUILT_IN)}"
         for number, kernel in enumerate(target.kernels)

@@ -79,7 +79,7 @@ def test_replay_prints_a_row_a_commit_with_its_state(replayed: Replayed) -> None
 def test_replay_tells_a_log_a_line_a_commit(replayed: Replayed) -> None:
     told = [line for line in replayed.told.splitlines() if line.startswith("commit ")]
     subjects = [chapter.subject for chapter in chapters()[:DOCS]]
-    wanted = [f"commit {n + 1} of 3, {replayed.shas[n][:7]}: measured: {subjects[n]}" for n in range(DOCS)]
+    wanted = [f"commit {n + 1} of 3, {replayed.shas[n][:7]}: measuring: {subjects[n]}" for n in range(DOCS)]
     assert told == wanted
     assert "\x1b" not in replayed.told
 
@@ -121,7 +121,7 @@ def test_replay_measures_again_when_the_target_says_otherwise_or_the_host_is_ano
     assert edited.read_text() != replayed.target.read_text()
     alone = ("--repo", replayed.repository, "--range", replayed.shas[LEGACY], "--keep", results)
     other = ulpwatch("replay", "--target", edited, *alone)
-    assert "commit 1 of 1, " + replayed.shas[LEGACY][:7] + ": measured: " in other.stderr, other.stderr
+    assert "commit 1 of 1, " + replayed.shas[LEGACY][:7] + ": measuring: " in other.stderr, other.stderr
     assert len(list(results.glob(f"{replayed.shas[LEGACY]}-*.json"))) == 2
     result = json.loads(kept.read_text())
     result["environment"]["exact"]["torch"] = "1.0"

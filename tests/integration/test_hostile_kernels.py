@@ -279,7 +279,7 @@ def test_a_kernel_finds_neither_the_plan_nor_the_oracle(measure: Measure) -> Non
 )
 def test_a_profiler_of_ones_own_is_an_outcome_that_says_so(measure: Measure, entry: str, added: str) -> None:
     measured = measure(added, entry)
-    assert measured.outcome == "raised"
+    assert measured.outcome == "raised", measured.notes
     assert "runs a torch profiler of its own" in measured.notes["outcome"]
     assert "step_peak_bytes" not in measured.values
     assert measured.values["lp_abs_max"][0] < 1e-5
