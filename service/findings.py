@@ -45,7 +45,13 @@ def store_findings(session: Session, history: History, sha: str, clusters: Seque
         if row.state == "retracted":
             _move(session, row, first_state(item), "reopened", "later results show it again")
         elif item.decided and row.state in ("open", "acknowledged"):
-            _move(session, row, item.decided, item.decided, "as decided for the same content at another commit")
+            _move(
+                session,
+                row,
+                item.decided,
+                item.decided,
+                "as was decided on these values, here or at a commit with the same content",
+            )
         elif item.direction is State.REGRESS and not item.decided and row.state in _DECIDED:
             _move(session, row, "open", "reopened", "it shows more than was decided on, or that was taken back")
     for key in found.keys() - wanted.keys():

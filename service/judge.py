@@ -228,11 +228,9 @@ def _decided(history: History, sha: str, item: Comparison) -> Decision | None:
         elsewhere = history.decisions[commit.watched_digest, *about]
         found += [one for one in elsewhere if one.culprit not in line]
     for one in reversed(found):
-        key = series.case_id, item.metric
-        if item.reading and key in one.values:
-            value = one.values[key]
+        for value in one.values.get((series.case_id, item.metric), ()):
             accepted = NONFINITE if value is None else cost(metric, value)
-            if not cross(metric, accepted, worst(metric, item.reading), 0.0).worse:
+            if item.reading and not cross(metric, accepted, worst(metric, item.reading), 0.0).worse:
                 return one.decision
     return None
 

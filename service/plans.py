@@ -35,12 +35,12 @@ class CommitFacts:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What a person decided about a finding of `culprit`: of each (case id, metric) up to which value, None where that
-    was not finite."""
+    """What a person decided about a finding of `culprit`: of each (case id, metric) up to which values, one a device,
+    None where one was not finite."""
 
     culprit: str
     decision: Decision
-    values: Mapping[tuple[str, str], float | None]
+    values: Mapping[tuple[str, str], Sequence[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,9 @@ def _decisions(session: Session, target_id: int) -> dict[tuple[str, str, str], l
     found: dict[tuple[str, str, str], list[Decided]] = {}
     for row in rows:
         if row.decided:
-            values = {(case_id, metric): value for case_id, metric, value in row.decided["values"]}
+            values: dict[tuple[str, str], list[float | None]] = {}
+            for case_id, metric, value in row.decided["values"]:
+                values.setdefault((case_id, metric), []).append(value)
             one = Decided(row.sha, row.decided["decision"], values)
             for name in filter(None, (row.sha, row.watched_digest if row.trusted else None)):
                 found.setdefault((name, row.kernel, row.family), []).append(one)

@@ -1,4 +1,4 @@
-"""Measures one kernel on one case: correctness first, then checks, memory, work and time, in that order.
+"""Measures one kernel on one case: correctness first, then memory, work, checks and time, in that order.
 
 It decides nothing about a value and knows no history, and it calls no kernel: it asks one that may be in another
 process. How a kernel is found and bound is runners.kernel_process' matter.
@@ -103,7 +103,7 @@ def measure_split_case(ranks: Sequence[Rank], case: Case) -> Measurement:
         _record_checks(measured.faults, found)
         if fault := _incorrect(found):
             found.notes["timing"] = f"not stored: {fault}"
-            found.values = {name: one for name, one in found.values.items() if not name.endswith("_seconds")}
+            found.values = {name: one for name, one in found.values.items() if not _is_time(name)}
     return Measurement(
         kernel=first.name,
         case=case,
@@ -206,6 +206,10 @@ def _incorrect(found: _Findings) -> str | None:
 
 def _is_check(name: str) -> bool:
     return BY_NAME[name].metric_class is MetricClass.CONTRACT
+
+
+def _is_time(name: str) -> bool:
+    return BY_NAME[name].metric_class is MetricClass.TIMING
 
 
 def _inputs_case(case: Case) -> Case:

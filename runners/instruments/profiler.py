@@ -34,18 +34,10 @@ def events(*, memory: bool) -> Iterator[list[Any]]:
     _warm()
     found: list[Any] = []
     config = _ExperimentalConfig(profile_all_threads=not memory)
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=memory, experimental_config=config)
-    profiler.start()
-    try:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=memory, experimental_config=config) as profiler:
         mark(BEGINS)
         yield found
         mark(ENDS)
-    finally:
-        is_ours = not memory or _profiler_enabled()  # which does not know of one that watches every thread
-        if is_ours:  # to stop what a kernel has ended crashes torch
-            profiler.stop()
-    if not is_ours:
-        raise OwnProfilerError
     results = profiler.profiler and profiler.profiler.kineto_results
     found += results.events() if results else []
     for name in (BEGINS, ENDS):

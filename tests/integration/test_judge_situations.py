@@ -611,6 +611,20 @@ def test_a_decision_is_about_the_values_that_were_seen(story: Story) -> None:
     assert (story.verdict("c1").state, memory.state) == ("regress", "open")
 
 
+def test_a_decision_covers_every_device_that_it_was_made_on(
+    session_factory: SessionFactory, payloads: SimpleNamespace
+) -> None:
+    story = Story(session_factory, payloads, require={"devices": ["cpu", "cuda"], "metrics": ["exact"]})
+    hosts = [payloads.environment(), payloads.environment(device_class="cuda")]
+    for index, peaks in enumerate([(B, B), (2 * B, 9 * B)]):
+        for host, peak in zip(hosts, peaks, strict=True):
+            story.post(story.at(index), story.row(peak), host=host)
+    story.judge()
+    assert story.verdict("c1").state == "regress"
+    decide(story, "accept")
+    assert story.verdict("c1").state == "pass"
+
+
 def test_going_back_to_what_was_accepted_is_no_landing_of_it(story: Story) -> None:
     story.post(story.at(0), story.row())
     story.post(story.at(1, watched="old"), story.row(2 * B))
